@@ -1,0 +1,552 @@
+"""One recurrence, two ways to run it, six update rules, and why softmax looks like the delta rule.
+
+What you will learn here (read this module first; it needs torch and nothing else)
+  1. `softmax_attention`: what we replace.
+  2. `recurrent` and `chunked`: the one recurrence behind every linear attention in this repository, first
+  as a
+     loop over tokens that is obviously right, then as matrix products that are fast. Tests compare the two.
+  3. `RULES`: hedgehog, gla, kgla, deltanet, gdn, kda. A rule only decides what goes *into* the recurrence.
+  4. The analysis of arXiv 2607.07706: softmax subtracts the mean of the keys, subtracting the mean is
+  (nearly) a
+     rank-1 orthogonal projection, and a product of such projections is what the delta rule applies.
+On a first reading skip `decayed_products` (a numerical detail) and the bodies of the six rules.
+
+Axis letters. A tensor's suffix names its axes and is also its einsum string: `k_btgk` is (batch, time, kv
+head, key).
+    b batch    t time    h query head    g memory head (a kv head; a query head if each has its own memory)
+    r query heads per memory head (h = g*r)    n chunk    c position in chunk    k key    v value    d model
+One layout everywhere: (batch, time, heads, dim).
+
+The recurrence (paper.md's table; the paper writes it once per mechanism), state S of shape (key, value) per
+head:
+
+    (1)  S_t = (I - b_t k_t k_t^T) Diag(exp g_t) S_{t-1} + w_t k_t v_t^T        o_t = S_t^T q_t
+
+    g_t <= 0 log decay, per head or per channel    b_t erase    w_t write strength    (delta rule: b = w = beta)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ---------------------------------------------------------------------------- registries
+
+
+def register(table: dict, name: str) -> Callable:
+    """Decorator that files a class or function under `name`. Every seam of this repository is such a dict."""
+
+    def add(thing):
+        table[name] = thing
+        return thing
+
+    return add
+
+
+def lookup(table: dict, name: str, what: str):
+    """table[name], or a ValueError that lists the choices."""
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}; choose from: {', '.join(sorted(table))}")
+    return table[name]
+
+
+# ---------------------------------------------------------------------------- what we replace
+
+
+def softmax_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, scale: float | None = None) -> Tensor:
+    """Causal softmax attention, the reference. q (B,T,H,K), k (B,T,G,K), v (B,T,G,V) -> (B,T,H,V); G divides H.
+
+    Head h reads key/value head h // (H/G). `scale` defaults to 1/sqrt(K). Time and memory grow with T^2.
+    """
+    B, T, H, K = q_bthk.shape
+    G = k_btgk.shape[2]
+    q_btgrk = q_bthk.unflatten(2, (G, H // G))
+    score_bgrts = torch.einsum("btgrk,bsgk->bgrts", q_btgrk, k_btgk) * (K**-0.5 if scale is None else scale)
+    future_ts = torch.ones(T, T, dtype=torch.bool, device=q_bthk.device).triu(1)
+    p_bgrts = score_bgrts.masked_fill(future_ts, -torch.inf).softmax(-1)
+    return torch.einsum("bgrts,bsgv->btgrv", p_bgrts, v_btgv).flatten(2, 3)
+
+
+# ---------------------------------------------------------------------------- the recurrence
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """States sum over the whole past: never accumulate them in 16 bits. float64 stays (for tests)."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def empty_state(k_btgk: Tensor, v_btgv: Tensor) -> Tensor:
+    """S_0 = 0, shape (B, G, K, V)."""
+    B, _, G, K = k_btgk.shape
+    return torch.zeros(B, G, K, v_btgv.shape[-1], dtype=working_dtype(v_btgv), device=k_btgk.device)
+
+
+def recurrent(
+    q_bthk: Tensor,
+    k_btgk: Tensor,
+    v_btgv: Tensor,
+    log_decay: Tensor | None = None,
+    erase: Tensor | None = None,
+    write: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Equation (1), one token at a time. Slow, and the definition against which everything else is tested.
+
+    q (B,T,H,K), k (B,T,G,K), v (B,T,G,V), G divides H; log_decay (B,T,G) or (B,T,G,K), <= 0; erase, write
+    (B,T,G); state (B,G,K,V). None means: no decay, erase 0, write 1, state 0. Returns o (B,T,H,V) in v's
+    dtype and the last state in float32 (float64 if v is float64).
+    """
+    B, T, H, _ = q_bthk.shape
+    G, dtype = k_btgk.shape[2], working_dtype(v_btgv)
+    q_btgrk, k, v = q_bthk.unflatten(2, (G, H // G)).to(dtype), k_btgk.to(dtype), v_btgv.to(dtype)
+    S = empty_state(k_btgk, v_btgv) if state is None else state.to(dtype)
+    outputs = []
+    for t in range(T):
+        if log_decay is not None:
+            decay = log_decay[:, t].to(dtype).exp()
+            S = S * (decay if decay.dim() == 3 else decay[..., None])[..., None]
+        new_bgv = v[:, t] if write is None else write[:, t, :, None].to(dtype) * v[:, t]
+        if erase is not None:  # what the decayed memory already says about k_t is what gets erased
+            recalled_bgv = torch.einsum("bgk,bgkv->bgv", k[:, t], S)
+            new_bgv = new_bgv - erase[:, t, :, None].to(dtype) * recalled_bgv
+        S = S + torch.einsum("bgk,bgv->bgkv", k[:, t], new_bgv)
+        outputs.append(torch.einsum("bgrk,bgkv->bgrv", q_btgrk[:, t], S))
+    o = torch.stack(outputs, 1) if outputs else v.new_zeros(B, 0, G, H // G, v.shape[-1])
+    return o.flatten(2, 3).to(v_btgv.dtype), S
+
+
+def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
+    """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i) for j < i, else 0. x, k (..., C, K); g (..., C, K|1).
+
+    The obvious factorisation x exp(G) (k exp(-G))^T overflows, because exp(-G) grows without bound over a
+    chunk. Halving avoids it: at every level a right half-block meets the left half-block before it, and the
+    decay between them splits at their border into exp(border..i) and exp(j..border), both <= 1. Summing g
+    from the border instead of subtracting two long cumulative sums also keeps full precision next to a
+    decay of -1000.
+    """
+    C = x.shape[-2]
+    if g is None:
+        return (x @ k.mT).tril(-1)
+    if (
+        g.shape[-1] == 1 < x.shape[-1]
+    ):  # one decay for all channels leaves the sum over k: decay matrix times scores
+        return (x @ k.mT) * decayed_products(torch.ones_like(g), torch.ones_like(g), g)
+    M = torch.zeros(
+        *torch.broadcast_shapes(x.shape[:-2], k.shape[:-2]), C, 1, 1, dtype=x.dtype, device=x.device
+    )
+    width = 1
+    while width < C:
+        pairs = (C // (2 * width), 2, width)
+        g_left, g_right = g.unflatten(-2, pairs).unbind(-3)
+        to_border = (
+            F.pad(g_left[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+        )  # sum over j+1 .. border
+        x_right = x.unflatten(-2, pairs)[..., 1, :, :] * g_right.cumsum(-2).exp()
+        k_left = k.unflatten(-2, pairs)[..., 0, :, :] * to_border.exp()
+        corner = x_right @ k_left.mT
+        even, odd = M.unflatten(-3, pairs[:2]).unbind(-3)
+        M = torch.cat([torch.cat([even, torch.zeros_like(corner)], -1), torch.cat([corner, odd], -1)], -2)
+        width *= 2
+    return M.squeeze(-3)
+
+
+def chunked(
+    q_bthk: Tensor,
+    k_btgk: Tensor,
+    v_btgv: Tensor,
+    log_decay: Tensor | None = None,
+    erase: Tensor | None = None,
+    write: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Equation (1) in matrix products: same arguments and result as `recurrent`, any T >= 0, differentiable.
+
+    Inside a chunk with entry state S0 write u_i = w_i v_i - b_i k_i^T(decayed S_{i-1}) for what token i
+    really adds. Unrolling (1) inside the chunk, with A and P the products (2) of keys with keys and queries
+    with keys (P includes j = i), and G_i = g_1 + ... + g_i:
+
+    (3)  (I + Diag(b) A) U = Diag(w) V - Diag(b) (K * exp G) S0      one triangular solve for all chunks
+    (4)  O  = (Q * exp G) S0 + P U
+    (5)  S' = Diag(exp G_C) S0 + (K * exp(G_C - G))^T U
+
+    U is affine in S0, so U = U_v - U_k S0 is solved before S0 is known; only S' = (5) remains a loop over
+    chunks.
+    """
+    if chunk < 1 or chunk & (chunk - 1):
+        raise ValueError(f"chunk must be a power of two, got {chunk}")
+    B, T, H, K = q_bthk.shape
+    G, V, dtype = k_btgk.shape[2], v_btgv.shape[-1], working_dtype(v_btgv)
+    S = empty_state(k_btgk, v_btgv) if state is None else state.to(dtype)
+    if T == 0:
+        return v_btgv.new_zeros(B, 0, H, V), S
+    C = min(chunk, 1 << (T - 1).bit_length())  # a short input needs no long chunk
+
+    def split(x: Tensor) -> Tensor:
+        """(b, t, g, ...) -> (b, g, n, c, ...); the tail is padded with b = w = g = 0: the state stays."""
+        x = F.pad(x.to(dtype), (0, 0) * (x.dim() - 2) + (0, -T % C))
+        return x.unflatten(1, (-1, C)).movedim(3, 1)
+
+    k_bgnck, v_bgncv = split(k_btgk), split(v_btgv)
+    q_bgrnck = split(q_bthk).unflatten(1, (G, H // G))
+    g = None
+    if log_decay is not None:
+        g = split(log_decay if log_decay.dim() == 4 else log_decay[..., None])
+    write_bgnc1 = split(torch.ones_like(v_btgv[..., :1]) if write is None else write[..., None])
+
+    if g is None:
+        k_in, q_in, k_out, total = k_bgnck, q_bgrnck, k_bgnck, None
+    else:
+        from_entry = g.cumsum(-2)
+        to_exit = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+        k_in, q_in, k_out = (
+            k_bgnck * from_entry.exp(),
+            q_bgrnck * from_entry.exp()[:, :, None],
+            k_bgnck * to_exit.exp(),
+        )
+        total = from_entry[..., -1:, :].exp().mT  # (b, g, n, K or 1, 1)
+    g_r = None if g is None else g[:, :, None]
+    P = decayed_products(q_bgrnck, k_bgnck[:, :, None], g_r)
+    P = P + torch.diag_embed((q_bgrnck * k_bgnck[:, :, None]).sum(-1))
+
+    U_v, U_k = write_bgnc1 * v_bgncv, None
+    if erase is not None:
+        erase_bgnc1 = split(erase[..., None])
+        L = erase_bgnc1 * decayed_products(k_bgnck, k_bgnck, g)  # the unit diagonal is implied by the solver
+        rhs = torch.cat([U_v, erase_bgnc1 * k_in], -1)
+        U_v, U_k = torch.linalg.solve_triangular(L, rhs, upper=False, unitriangular=True).split([V, K], -1)
+
+    added = k_out.mT @ U_v
+    erased = None if U_k is None else k_out.mT @ U_k
+    entries = []
+    for n in range(k_bgnck.shape[2]):  # (5), the only sequential part
+        entries.append(S)
+        kept = S if total is None else total[:, :, n] * S
+        S = kept + added[:, :, n] if erased is None else kept + added[:, :, n] - erased[:, :, n] @ S
+    S_bg1nkv = torch.stack(entries, 2)[:, :, None]
+    if U_k is not None:
+        q_in = q_in - P @ U_k[:, :, None]
+    o_bgrncv = q_in @ S_bg1nkv + P @ U_v[:, :, None]  # (4) with U = U_v - U_k S0
+    o_bthv = o_bgrncv.flatten(1, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
+    return o_bthv.to(v_btgv.dtype), S
+
+
+# ---------------------------------------------------------------------------- six update rules
+
+RULES: dict[str, type[UpdateRule]] = {}
+FEATURES = ("l2", "silu", "softmax")
+
+
+class UpdateRule(nn.Module):
+    """What a rule adds to the frozen model; how it turns (hidden, q, k, v) into the inputs of equation (1).
+
+    A subclass sets three class attributes, and overrides `strengths` if it is none of the usual shapes:
+        decay      ""          g = 0
+                   "head"      g = logsigmoid(h W_alpha + b_alpha), one number a head
+                   "channel"   g = logsigmoid(h W_1 W_2 + b_alpha), one a key channel, through `rank` numbers
+        delta      True: erase = write = beta = sigmoid(h W_beta + b_beta).   False: erase nothing, write 1
+        normaliser True: the read is divided by the sum of its own weights (a column of ones appended to v)
+    All projections start at zero, so that at step 0 the gates are the biases (paper: b_alpha = 1, b_beta =
+    -1).
+
+    Feature maps phi for q and k (`features`): "l2" unit length, no parameters (the paper's, after RoPE);
+    "silu" L2norm(SiLU(x W + b)) with W = I + noise; "softmax" softmax(x W) (+) softmax(-x W), Hedgehog's.
+    Gates and features are computed in float32: a decay of 0.998 a step is 1.0 in bfloat16.
+    """
+
+    decay, delta, normaliser = "", False, False
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        memory_heads: int,
+        key_dim: int,
+        features: str = "l2",
+        feature_dim: int = 0,
+        rank: int = 16,
+        beta_bias: float = -1.0,
+        decay_bias: float = 1.0,
+    ):
+        super().__init__()
+        if features not in FEATURES:
+            raise ValueError(f"unknown features {features!r}; choose from: {', '.join(FEATURES)}")
+        if features == "l2" and feature_dim not in (0, key_dim):
+            raise ValueError(
+                f"features l2 keep key dimension {key_dim}; feature_dim {feature_dim} needs silu or softmax"
+            )
+        self.features, self.memory_heads, self.feature_dim = features, memory_heads, feature_dim or key_dim
+        if features != "l2":
+            width = self.feature_dim // 2 if features == "softmax" else self.feature_dim
+            near_identity = torch.eye(key_dim, width)
+            for name, n in (("q", heads), ("k", memory_heads)):
+                noise = torch.randn(n, key_dim, width) * 0.02
+                self.register_parameter(f"W_{name}", nn.Parameter(near_identity + noise))
+                self.register_parameter(f"b_{name}", nn.Parameter(torch.zeros(n, width)))
+        if self.decay == "channel":
+            self.W_1 = nn.Parameter(torch.randn(d_model, rank) * d_model**-0.5)
+            self.W_2 = nn.Parameter(torch.zeros(rank, memory_heads * self.feature_dim))
+            self.b_alpha = nn.Parameter(torch.full((memory_heads * self.feature_dim,), float(decay_bias)))
+        elif self.decay == "head":
+            self.W_1 = nn.Parameter(torch.zeros(d_model, memory_heads))
+            self.b_alpha = nn.Parameter(torch.full((memory_heads,), float(decay_bias)))
+        if self.delta:
+            self.W_beta = nn.Parameter(torch.zeros(d_model, memory_heads))
+            self.b_beta = nn.Parameter(torch.full((memory_heads,), float(beta_bias)))
+
+    def encode(self, hidden_btd: Tensor) -> Tensor:
+        """What a token's gates need, (B,T,E): few numbers, that wait in the window until the token is written."""
+        weights = [getattr(self, name) for name in ("W_1", "W_beta") if hasattr(self, name)]
+        dtype = working_dtype(hidden_btd)
+        if not weights:
+            return hidden_btd.new_zeros(*hidden_btd.shape[:2], 0, dtype=dtype)
+        return hidden_btd.to(dtype) @ torch.cat(weights, 1).to(dtype)
+
+    def phi(self, x_bthk: Tensor, name: str) -> Tensor:
+        """The feature map of queries (name "q") or keys ("k"), in float32."""
+        x = x_bthk.to(working_dtype(x_bthk))
+        if self.features != "l2":
+            W_hkf, b_hf = getattr(self, f"W_{name}").to(x), getattr(self, f"b_{name}").to(x)
+            x = torch.einsum("bthk,hkf->bthf", x, W_hkf) + b_hf
+            if self.features == "softmax":
+                return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+            x = F.silu(x)
+        return F.normalize(x, dim=-1, eps=1e-4)
+
+    def gates(self, code_bte: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(log_decay, beta) of encoded tokens; None where the rule has none."""
+        log_decay = beta = None
+        if self.decay == "channel":
+            rank = self.W_1.shape[1]
+            logits = code_bte[..., :rank] @ self.W_2.to(code_bte) + self.b_alpha.to(code_bte)
+            log_decay = F.logsigmoid(logits).unflatten(-1, (self.memory_heads, self.feature_dim))
+        elif self.decay == "head":
+            log_decay = F.logsigmoid(code_bte[..., : self.memory_heads] + self.b_alpha.to(code_bte))
+        if self.delta:
+            beta = torch.sigmoid(code_bte[..., -self.memory_heads :] + self.b_beta.to(code_bte))
+        return log_decay, beta
+
+    def strengths(self, k_btgk: Tensor, log_decay: Tensor | None, beta: Tensor | None):
+        """(log_decay, erase, write) from the gates; the place for a rule whose decay looks at the key."""
+        return log_decay, beta, beta
+
+    def queries(self, q_bthk: Tensor) -> Tensor:
+        return self.phi(q_bthk, "q")
+
+    def writes(self, code_bte: Tensor, k_btgk: Tensor, v_btgv: Tensor):
+        """(k, v, log_decay, erase, write) as equation (1) wants them, for tokens that enter the memory.
+
+        k and v come per kv head and are repeated when every query head has a memory of its own."""
+        repeat = self.memory_heads // k_btgk.shape[2]
+        k, v = k_btgk.repeat_interleave(repeat, 2), v_btgv.repeat_interleave(repeat, 2)
+        v = v.to(working_dtype(v))
+        if self.normaliser:
+            v = F.pad(v, (0, 1), value=1.0)
+        k = self.phi(k, "k")
+        log_decay, erase, write = self.strengths(k, *self.gates(code_bte))
+        return k, v, log_decay, erase, torch.ones_like(v[..., 0]) if write is None else write
+
+    def read(self, o_bthv: Tensor) -> Tensor:
+        """The memory's answer from o = S^T q: for a normalising rule, numerator over denominator."""
+        if not self.normaliser:
+            return o_bthv
+        return o_bthv[..., :-1] / (o_bthv[..., -1:] + 1e-6)
+
+    def forward(self, hidden_btd: Tensor, q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor):
+        """(q, k, v, log_decay, erase, write): the six inputs of `recurrent` and `chunked`."""
+        return self.queries(q_bthk), *self.writes(self.encode(hidden_btd), k_btgk, v_btgv)
+
+
+@register(RULES, "hedgehog")
+class Hedgehog(UpdateRule):
+    """Normalised accumulation of learned softmax features: no forgetting at all."""
+
+    normaliser = True
+
+    def __init__(self, *args, features: str = "softmax", **kw):
+        super().__init__(
+            *args, features="softmax", **kw
+        )  # its read needs positive features: there is no choice
+
+
+@register(RULES, "gla")
+class GLA(UpdateRule):
+    """Gated linear attention: every channel forgets at its own rate, whatever the new key is."""
+
+    decay = "channel"
+
+
+@register(RULES, "kgla")
+class KeyGLA(UpdateRule):
+    """GLA whose decay sees the key: the diagonal of the delta rule's I - beta k k^T, and no more."""
+
+    decay, delta = "channel", True
+
+    def strengths(self, k_btgk, log_decay, beta):
+        return log_decay + torch.log1p(-(beta[..., None] * k_btgk**2).clamp(max=1 - 1e-6)), None, None
+
+
+@register(RULES, "deltanet")
+class DeltaNet(UpdateRule):
+    """The delta rule alone: replace what the memory says about k_t by v_t, touch nothing else."""
+
+    delta = True
+
+
+@register(RULES, "gdn")
+class GatedDeltaNet(UpdateRule):
+    """Delta rule with one decay a head (the original Gated DeltaNet)."""
+
+    decay, delta = "head", True
+
+
+@register(RULES, "kda")
+class KimiDelta(UpdateRule):
+    """Delta rule with a decay per channel (Kimi's form; the paper's "GDN")."""
+
+    decay, delta = "channel", True
+
+
+# ---------------------------------------------------------------------------- the analysis
+
+
+def softmax_first_order(x_t: Tensor) -> tuple[Tensor, Tensor]:
+    """Lemma 1: softmax_i(x) = 1/t + (x_i - mean x)/t + R_i. Returns (first order, bound): |R_i| <= ||x||^2/2.
+
+    The paper's main text prints the remainder inside the bracket, (x_i - mean x + eps_i)/t with the same
+    bound on eps; random trials break that form (tests/test_linear_attn.py counts them). Its appendix form,
+    this one, holds.
+    """
+    t = x_t.shape[-1]
+    return (1 + x_t - x_t.mean(-1, keepdim=True)) / t, 0.5 * x_t.square().sum(-1)
+
+
+def softmax_projection_identity(k_tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lemma 2, the softmax-projection identity, unit keys, m = mean k: k_i - m = (I - m m^T/||m||^2) k_i + r_i.
+
+    Left: what softmax does to keys at first order. Right: a rank-1 orthogonal projection. The residual is
+    exact, r_i = m (cos a_i / ||m|| - 1) with a_i the angle between k_i and m, hence ||r_i|| = |cos a_i -
+    ||m|||: small when the keys are concentrated. Returns (centred, projected, residual), each (t, K).
+    """
+    mean = k_tk.mean(0)
+    length = mean.norm()
+    cos = k_tk @ mean / length
+    projected = k_tk - cos[:, None] * (mean / length)
+    return k_tk - mean, projected, (cos / length - 1)[:, None] * mean
+
+
+def rank1_product(k_tk: Tensor, beta_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Lemma 3: prod_j (I - b_j k_j k_j^T) = I - sum_j b_j k_j k_j^T + E. Returns (product, first order, bound).
+
+    The paper's C t b_max^2 fails for identical keys, where ||E|| grows like t^2 b^2/2. Expanding the
+    product gives one that holds for unit keys: ||E|| <= (1 + b_max)^t - 1 - t b_max.
+    """
+    eye = torch.eye(k_tk.shape[1], dtype=k_tk.dtype)
+    product = eye
+    for k_k, beta in zip(k_tk, beta_t, strict=True):
+        product = (eye - beta * torch.outer(k_k, k_k)) @ product
+    t, b = len(beta_t), beta_t.max()
+    return product, eye - torch.einsum("t,tk,tl->kl", beta_t, k_tk, k_tk), (1 + b) ** t - 1 - t * b
+
+
+def softmax_as_delta_rule(q_k: Tensor, k_tk: Tensor, v_tv: Tensor, scale: float) -> Tensor:
+    """Softmax attention is a delta rule in function space, exactly: for every query q,
+
+        o_t(q) = o_{t-1}(q) + a_t(q) (v_t - o_{t-1}(q)),    a_t(q) = exp(q.k_t) / sum_{i<=t} exp(q.k_i)
+
+    A gate forgets by a factor that knows neither q nor k_t; softmax and the delta rule forget only where
+    k_t points. Returns o_t(q) for all t, (t, V).
+    """
+    o, log_mass, outputs = torch.zeros_like(v_tv[0]), q_k.new_tensor(-torch.inf), []
+    for k_k, v_v in zip(k_tk, v_tv, strict=True):
+        x = q_k @ k_k * scale
+        log_mass = torch.logaddexp(log_mass, x)
+        o = o + (x - log_mass).exp() * (v_v - o)
+        outputs.append(o)
+    return torch.stack(outputs)
+
+
+def softmax_jacobian(p_t: Tensor) -> tuple[Tensor, Tensor]:
+    """(diag(p) - p p^T, the same as D^1/2 (I - u u^T) D^1/2 with u = sqrt p, ||u|| = 1, D = diag p).
+
+    The derivative of softmax is itself a rank-1 orthogonal projection between two diagonals.
+    """
+    u = p_t.sqrt()
+    return torch.diag(p_t) - torch.outer(p_t, p_t), u[:, None] * (
+        torch.eye(len(u)).to(u) - torch.outer(u, u)
+    ) * u
+
+
+def running_mean(x_bthk: Tensor) -> Tensor:
+    steps = torch.arange(1, x_bthk.shape[1] + 1, device=x_bthk.device, dtype=x_bthk.dtype)
+    return x_bthk.cumsum(1) / steps[:, None, None]
+
+
+def key_concentration(k_bthk: Tensor) -> Tensor:
+    """C_t = cos(k_t, mean of k_1..k_t), keys unit-normalised, all t in linear time. (B,T,H,K) -> (B,T,H)."""
+    k = F.normalize(k_bthk.to(working_dtype(k_bthk)), dim=-1)
+    return F.cosine_similarity(k, running_mean(k), dim=-1)
+
+
+def projection_residual(k_bthk: Tensor, norm: str = "rms") -> Tensor:
+    """R_t, how far centring is from projecting: the mean over i <= t of Lemma 2's ||r_i||. (B,T,H,K) -> (B,T,H).
+
+    ||r_i|| = |cos a_i - ||m_t||| and ||m_t|| is the mean of cos a_i, so R_t is a mean absolute deviation.
+    norm="mean" is the paper's number and needs all pairs (i, t). norm="rms" is the standard deviation
+    sqrt(u^T Cov_t u) with u = m_t/||m_t||, an upper bound of it; u^T (sum k k^T) u is equation (1) with q =
+    u and v = k: linear time.
+    """
+    k = F.normalize(k_bthk.to(working_dtype(k_bthk)), dim=-1)
+    mean = running_mean(k)
+    length = mean.norm(dim=-1)
+    u = F.normalize(mean, dim=-1)
+    if norm == "mean":
+        cos_bhts = torch.einsum("bthk,bshk->bhts", u, k)
+        seen_ts = torch.ones(k.shape[1], k.shape[1], dtype=k.dtype, device=k.device).tril()
+        deviation = (cos_bhts - length.transpose(1, 2)[..., None]).abs() * seen_ts
+        return (deviation.sum(-1) / seen_ts.sum(-1)).transpose(1, 2)
+    if norm != "rms":
+        raise ValueError(f"unknown norm {norm!r}; choose from: mean, rms")
+    second_moment = (chunked(u, k, k)[0] * u).sum(-1)
+    steps = torch.arange(1, k.shape[1] + 1, device=k.device, dtype=k.dtype)[:, None]
+    return (second_moment / steps - length**2).clamp(min=0).sqrt()
+
+
+# ---------------------------------------------------------------------------- a demonstration
+
+
+def main() -> None:
+    """The identity on concentrated keys; an overwrite that gating smears and the delta rule gets right."""
+    torch.manual_seed(0)
+    print("softmax-projection identity on 64 unit keys: concentration C, residual R = mean ||r_i||")
+    for spread in (0.1, 0.3, 1.0):
+        k = F.normalize(
+            torch.ones(64, 32) / math.sqrt(32) + spread * torch.randn(64, 32) / math.sqrt(32), dim=-1
+        )
+        centred, projected, residual = softmax_projection_identity(k)
+        check = (centred - projected - residual).abs().max()
+        concentration = key_concentration(k[None, :, None])[0, -1, 0]
+        print(
+            f"  spread {spread:3}: C = {concentration:.3f}  R = {residual.norm(dim=-1).mean():.3f}  error {check:.0e}"
+        )
+    print("\nwrite A->1, B->2, then overwrite A->9; read A and B back (exact answer 9 and 2)")
+    a, b = F.normalize(torch.randn(2, 16), dim=-1)
+    k = torch.stack([a, b, a])[None, :, None]
+    v = torch.tensor([1.0, 2.0, 9.0])[None, :, None, None]
+    for name, decay, strength in (
+        ("sum", 0.0, None),
+        ("gate 0.5", math.log(0.5), None),
+        ("delta rule", 0.0, 1.0),
+    ):
+        g = torch.full((1, 3, 1), decay)
+        beta = None if strength is None else torch.full((1, 3, 1), strength)
+        _, S = recurrent(k, k, v, g, beta, beta)
+        print(f"  {name:10s}  A = {a @ S[0, 0, :, 0]:5.2f}   B = {b @ S[0, 0, :, 0]:5.2f}")
+
+
+if __name__ == "__main__":
+    main()
