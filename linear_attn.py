@@ -22,7 +22,7 @@ head:
 
     (1)  S_t = (I - b_t k_t k_t^T) Diag(exp g_t) S_{t-1} + w_t k_t v_t^T        o_t = S_t^T q_t
 
-    g_t <= 0 log decay, per head or per channel    b_t erase    w_t write strength    (delta rule: b = w = beta)
+    g_t <= 0 log decay, per head or channel    b_t erase, w_t write strength    (delta rule: b = w = beta)
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def register(table: dict, name: str) -> Callable:
 def lookup(table: dict, name: str, what: str):
     """table[name], or a ValueError that lists the choices."""
     if name not in table:
-        raise ValueError(f"unknown {what} {name!r}; choose from: {', '.join(sorted(table))}")
+        raise ValueError(f"unknown {what} {name!r}; choose from: {', '.join(sorted(map(str, table)))}")
     return table[name]
 
 
@@ -58,7 +58,7 @@ def lookup(table: dict, name: str, what: str):
 
 
 def softmax_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, scale: float | None = None) -> Tensor:
-    """Causal softmax attention, the reference. q (B,T,H,K), k (B,T,G,K), v (B,T,G,V) -> (B,T,H,V); G divides H.
+    """Causal softmax attention, the reference: q (B,T,H,K), k (B,T,G,K), v (B,T,G,V) -> (B,T,H,V).
 
     Head h reads key/value head h // (H/G). `scale` defaults to 1/sqrt(K). Time and memory grow with T^2.
     """
@@ -120,7 +120,7 @@ def recurrent(
 
 
 def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i) for j < i, else 0. x, k (..., C, K); g (..., C, K|1).
+    """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i), j < i, else 0. x, k (..., C, K); g (..., C, K|1).
 
     The obvious factorisation x exp(G) (k exp(-G))^T overflows, because exp(-G) grows without bound over a
     chunk. Halving avoids it: at every level a right half-block meets the left half-block before it, and the
@@ -250,6 +250,7 @@ class UpdateRule(nn.Module):
                    "channel"   g = logsigmoid(h W_1 W_2 + b_alpha), one a key channel, through `rank` numbers
         delta      True: erase = write = beta = sigmoid(h W_beta + b_beta).   False: erase nothing, write 1
         normaliser True: the read is divided by the sum of its own weights (a column of ones appended to v)
+        sums       True: the read is a sum over tokens, not an estimate of a value; a merge may average
     All projections start at zero, so that at step 0 the gates are the biases (paper: b_alpha = 1, b_beta =
     -1).
 
@@ -258,7 +259,7 @@ class UpdateRule(nn.Module):
     Gates and features are computed in float32: a decay of 0.998 a step is 1.0 in bfloat16.
     """
 
-    decay, delta, normaliser = "", False, False
+    decay, delta, normaliser, sums = "", False, False, False
 
     def __init__(
         self,
@@ -299,7 +300,7 @@ class UpdateRule(nn.Module):
             self.b_beta = nn.Parameter(torch.full((memory_heads,), float(beta_bias)))
 
     def encode(self, hidden_btd: Tensor) -> Tensor:
-        """What a token's gates need, (B,T,E): few numbers, that wait in the window until the token is written."""
+        """What a token's gates need, (B,T,E): few numbers, which can wait until the token is written."""
         weights = [getattr(self, name) for name in ("W_1", "W_beta") if hasattr(self, name)]
         dtype = working_dtype(hidden_btd)
         if not weights:
@@ -377,14 +378,14 @@ class Hedgehog(UpdateRule):
 class GLA(UpdateRule):
     """Gated linear attention: every channel forgets at its own rate, whatever the new key is."""
 
-    decay = "channel"
+    decay, sums = "channel", True
 
 
 @register(RULES, "kgla")
 class KeyGLA(UpdateRule):
     """GLA whose decay sees the key: the diagonal of the delta rule's I - beta k k^T, and no more."""
 
-    decay, delta = "channel", True
+    decay, delta, sums = "channel", True, True
 
     def strengths(self, k_btgk, log_decay, beta):
         return log_decay + torch.log1p(-(beta[..., None] * k_btgk**2).clamp(max=1 - 1e-6)), None, None
@@ -426,7 +427,7 @@ def softmax_first_order(x_t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def softmax_projection_identity(k_tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lemma 2, the softmax-projection identity, unit keys, m = mean k: k_i - m = (I - m m^T/||m||^2) k_i + r_i.
+    """Lemma 2, the softmax-projection identity: k_i - m = (I - m m^T/||m||^2) k_i + r_i, m = mean of unit k.
 
     Left: what softmax does to keys at first order. Right: a rank-1 orthogonal projection. The residual is
     exact, r_i = m (cos a_i / ||m|| - 1) with a_i the angle between k_i and m, hence ||r_i|| = |cos a_i -
@@ -440,7 +441,7 @@ def softmax_projection_identity(k_tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rank1_product(k_tk: Tensor, beta_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lemma 3: prod_j (I - b_j k_j k_j^T) = I - sum_j b_j k_j k_j^T + E. Returns (product, first order, bound).
+    """Lemma 3: prod_j (I - b_j k_j k_j^T) = I - sum_j b_j k_j k_j^T + E -> (product, first order, bound).
 
     The paper's C t b_max^2 fails for identical keys, where ||E|| grows like t^2 b^2/2. Expanding the
     product gives one that holds for unit keys: ||E|| <= (1 + b_max)^t - 1 - t b_max.
@@ -493,7 +494,7 @@ def key_concentration(k_bthk: Tensor) -> Tensor:
 
 
 def projection_residual(k_bthk: Tensor, norm: str = "rms") -> Tensor:
-    """R_t, how far centring is from projecting: the mean over i <= t of Lemma 2's ||r_i||. (B,T,H,K) -> (B,T,H).
+    """R_t, how far centring is from projecting: mean over i <= t of Lemma 2's ||r_i||. (B,T,H,K) -> (B,T,H).
 
     ||r_i|| = |cos a_i - ||m_t||| and ||m_t|| is the mean of cos a_i, so R_t is a mean absolute deviation.
     norm="mean" is the paper's number and needs all pairs (i, t). norm="rms" is the standard deviation
@@ -531,7 +532,7 @@ def main() -> None:
         check = (centred - projected - residual).abs().max()
         concentration = key_concentration(k[None, :, None])[0, -1, 0]
         print(
-            f"  spread {spread:3}: C = {concentration:.3f}  R = {residual.norm(dim=-1).mean():.3f}  error {check:.0e}"
+            f"  spread {spread:3}: C = {concentration:.3f}  R = {residual.norm(dim=-1).mean():.3f} ({check:.0e})"
         )
     print("\nwrite A->1, B->2, then overwrite A->9; read A and B back (exact answer 9 and 2)")
     a, b = F.normalize(torch.randn(2, 16), dim=-1)

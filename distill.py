@@ -1,0 +1,648 @@
+"""Freeze a pretrained model, replace its attention by a constant-size memory, train only what is new.
+
+What you will learn here, in the order in which `python distill.py` does it
+    1. `load_teacher`, `load_data`: a hub id, folder, .gguf file or the tiny teacher in tests/teacher/; text
+    2. `linearize`: the swap. The model's own code keeps doing projections, norms and RoPE; only softmax goes
+    3. `LOSSES`: layer (each layer against the frozen teacher on the same inputs), ce (the paper's), kl
+    4. `train_adapters`: AdamW on the new parameters; adapter and progress on disk at every save
+    5. the table of eval.py: teacher, memory off, linearized, on held-out text
+On a first reading skip the files and the command line at the end. Only this module loads models.
+
+How the swap works: transformers looks its attention function up by name at every call (AttentionInterface);
+ours is registered once and switched on per model. The new parameters are one submodule `linear` on each
+attention module: no name in the backbone's state dict changes, no model family needs code of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from interventions import LinearizeConfig, LinearizedAttention, check_options, exact_attention, option
+from linear_attn import lookup, register
+
+# HAZARD: transformers asks whether a package named `kernels` is installed and would import *our* kernels.py.
+# It asks once and remembers the answer: let it find nothing, then put our module back.
+_ours, sys.modules["kernels"] = sys.modules.get("kernels"), None
+import transformers.utils  # noqa: E402
+
+transformers.utils.is_kernels_available()
+sys.modules["kernels"] = _ours
+from transformers import (  # noqa: E402  # noqa: E402
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+EMBEDDED = Path(__file__).resolve().parent / "tests" / "teacher"
+NAME = "linear_memory"  # our attention's name inside transformers
+FORMAT = 1  # of the adapter folder
+LOSSES: dict[str, Callable] = {}
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+class UserError(ValueError):
+    """Something the user can mend: shown as one line, without a traceback."""
+
+
+def brief(error: Exception) -> str:
+    """A foreign error's text on one line of bearable length."""
+    return " ".join(str(error).split())[:160]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything about one run except what the layer computes."""
+
+    model: str = option("", "teacher: hub id, folder or .gguf file (default: the embedded tiny teacher)")
+    data: tuple = option((), "training text: .txt, .json/.jsonl with a text field, or hub owner/name:file")
+    eval_data: tuple = option((), "held-out text (default: the last 10%% of each training source)")
+    loss: str = option("layer", "what is trained on", LOSSES)
+    steps: int = option(60, "training steps; 0 only measures", low=0)
+    seq_len: int = option(512, "tokens per sequence", low=2)
+    batch: int = option(4, "sequences per step", low=1)
+    lr: float = option(1e-2, "peak learning rate", low=0.0)
+    beta2: float = option(0.99, "Adam's second beta", low=0.0, high=0.9999)
+    warmup: int = option(10, "warm-up steps, at most a tenth of all", low=0)
+    floor: float = option(0.05, "end of the cosine as a part of the peak", low=0.0, high=1.0)
+    clip: float = option(1.0, "gradient norm limit", low=0.0)
+    seed: int = option(0, "seed of initialisation and data order", low=0)
+    eval_tokens: int = option(16384, "held-out tokens to measure on", low=1)
+    layers: str = option("", "layers to linearize, as 0,3,7 (default: all)")
+    dtype: str = option("auto", "backbone dtype; auto is bfloat16 on CUDA, else float32", DTYPES)
+    device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda if there is one")
+    save_every: int = option(20, "steps between saves", low=1)
+
+    def __post_init__(self):
+        check_options(self)
+
+
+PRESETS = {
+    "best": {},  # the defaults of both dataclasses
+    # arXiv 2607.07706 to the letter; its length is --steps 2500 --seq-len 4096.
+    "paper": dict(rule="kda", merge="sum", sinks=8, window=56, conv=8, conv_init="default", features="l2",
+                  memory_per="query", rank=16, beta_bias=-1.0, decay_bias=1.0, loss="ce", lr=2e-3,
+                  beta2=0.999, warmup=100, floor=0.0, clip=1.0, batch=1),
+}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- 1. the teacher and its text
+
+
+def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, object]:
+    """(frozen model, tokenizer) from a hub id, a folder or a .gguf file; "" is the embedded teacher."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    path, kw = Path(name or EMBEDDED), {}
+    source = str(path) if path.exists() else name
+    if path.suffix == ".gguf":
+        missing = [p for p in ("gguf", "accelerate") if importlib.util.find_spec(p) is None]
+        if missing or not path.exists():
+            why = f"pip install {' '.join(missing)}" if missing else "no such file"
+            raise UserError(f"cannot load {name}: {why}")
+        source, kw = str(path.parent), dict(gguf_file=path.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, **kw)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **kw)
+    except Exception as error:  # a dozen error classes, from the network to the JSON parser
+        where = "a broken model folder" if path.exists() else "no local folder, nor to be had from the hub"
+        raise UserError(f"cannot load model {source!r}: {where} ({brief(error)})") from None
+    model.is_quantized = False  # GGUF weights are dequantized on loading, but stay marked as quantized
+    try:
+        return model.eval().requires_grad_(False).to(device), tokenizer
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"cannot use device {device!r}: {brief(error)}") from None
+
+
+def read_text(source: str) -> str:
+    """The text of one file, or of one file in a dataset repository of the hub (owner/name:file)."""
+    path = Path(source)
+    if not path.exists() and source.count(":") == 1 and "/" in source.split(":")[0]:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(*source.split(":"), repo_type="dataset"))
+        except Exception as error:  # again a dozen classes
+            raise UserError(f"cannot fetch {source} from the hub: {brief(error)}") from None
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return "\n\n".join(row["text"] for row in json.loads(text))
+        if path.suffix == ".jsonl":
+            return "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+        return text
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {source}: {getattr(error, 'strerror', None) or brief(error)}") from None
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise UserError(f"{source}: want a list or lines of objects with a text field") from None
+
+
+def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
+    """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training.
+
+    Default: the help topics that come with every Python (about 700 KB of English)."""
+    if train.data:
+        texts = [read_text(source) for source in train.data]
+    else:
+        from pydoc_data.topics import topics
+
+        texts = ["\n".join(topics[key] for key in sorted(topics))]
+    if train.eval_data:
+        held = [read_text(source) for source in train.eval_data]
+    else:
+        cuts = [len(text) * 9 // 10 for text in texts]
+        texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
+    tokens, held_out = (
+        torch.tensor(tokenizer("\n\n".join(part), add_special_tokens=False, verbose=False)["input_ids"])
+        for part in (texts, held)
+    )
+    if min(len(tokens), len(held_out)) < train.seq_len:
+        have = f"{len(tokens)} training and {len(held_out)} held-out tokens"
+        raise UserError(f"too little text: {have} for --seq-len {train.seq_len}")
+    count = max(1, min(len(held_out), train.eval_tokens) // train.seq_len)
+    return tokens, held_out[: count * train.seq_len].view(count, train.seq_len)
+
+
+def batches(tokens: Tensor, train: TrainConfig, first_step: int = 0) -> Iterator[Tensor]:
+    """Random crops (batch, seq_len). Each step has a seed of its own: a resumed run sees the same ones."""
+    for step in range(first_step, train.steps):
+        g = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
+        starts = torch.randint(0, len(tokens) - train.seq_len + 1, (train.batch,), generator=g)
+        yield torch.stack([tokens[i : i + train.seq_len] for i in starts])
+
+
+# ----------------------------------------------------------------------------- 2. the swap
+
+REFUSED = {"gpt_oss": "its softmax has learned sink logits", "gpt_neox": "its attention has no separate q, k, v"}
+
+
+@dataclass
+class Controller:
+    """One per model, shared by its layers: what attention answers right now.
+
+    mode "linear"; "off": the same sinks and window, without the memory; "probe": what the teacher answers, so that
+    every layer sees the teacher's inputs, while probe(module, teacher, students) is called, the students being
+    functions by mode that run only if called.
+    """
+
+    teacher_attention: str
+    mode: str = "linear"
+    probe: Callable | None = None
+
+    @contextlib.contextmanager
+    def switch(self, mode: str, probe: Callable | None = None):
+        before, (self.mode, self.probe) = (self.mode, self.probe), (mode, probe)
+        try:
+            yield
+        finally:
+            self.mode, self.probe = before
+
+
+def attention_forward(module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+    """What transformers calls instead of softmax: q, k, v (B,H,T,K) after RoPE in, (B,T,H,V) out."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    T, scale, own_window = q.shape[1], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
+    if k.shape[1] != T:
+        raise ValueError("a linearized model was given past keys: call it with use_cache=False")
+    if own_window is not None and own_window < T:
+        raise ValueError(f"layer {module.layer_idx} has its own sliding window: {own_window} of {T} tokens")
+    layer, order = getattr(module, "linear", None), None
+    hidden = None if layer is None else layer.hidden
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
+        # Real tokens first, row by row: left, right and middle padding all become trailing tokens, never read.
+        order = (~attention_mask.bool()).int().argsort(dim=1, stable=True)[:, :, None]
+        q, k, v = (x.gather(1, order[..., None].expand_as(x)) for x in (q, k, v))
+        hidden = None if layer is None else hidden.gather(1, order.expand_as(hidden))
+
+    def exact(sinks: int, window: int) -> Tensor:
+        return exact_attention(q, k, v, sinks, window, scale, softcap)[0]
+
+    mode = "full" if layer is None else layer.controller.mode  # a layer without a memory keeps its softmax
+    students = dict(
+        linear=lambda: layer(q, k, v, hidden, scale, softcap),
+        off=lambda: exact(layer.config.sinks, layer.config.reach),
+    )
+    if mode in students:
+        out = students[mode]()
+    elif softcap is None and order is None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        out = out.transpose(1, 2)
+    else:
+        out = exact(0, T)
+    if mode == "probe":
+        layer.controller.probe(module, out, students)
+    if order is not None:
+        out = torch.zeros_like(out).scatter(1, order[..., None].expand_as(out), out)
+        out = out * attention_mask[:, :, None, None].to(out.dtype)
+    return out, None
+
+
+def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):
+    """Hand on the 2-D padding mask, or None. HAZARD: without a mask function, padding is dropped silently."""
+    return None if attention_mask is None or bool(attention_mask.bool().all()) else attention_mask
+
+
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, padding_mask)
+
+
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The model's self-attention modules in layer order."""
+    found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
+    return sorted(found, key=lambda m: m.layer_idx)
+
+
+def output_projection(module: nn.Module) -> nn.Module:
+    return module.o_proj if hasattr(module, "o_proj") else module.dense
+
+
+def head_shape(model: PreTrainedModel, module: nn.Module) -> tuple[int, int, int]:
+    """(query heads, kv heads, head dim) of an attention module. Qwen3's head dim is not hidden/heads."""
+    text = model.config.get_text_config()
+    dim = getattr(module, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return text.num_attention_heads, text.num_attention_heads // module.num_key_value_groups, dim
+
+
+def linear_layers(model: PreTrainedModel) -> dict[int, LinearizedAttention]:
+    return {m.layer_idx: m.linear for m in attention_modules(model) if hasattr(m, "linear")}
+
+
+def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Everything that is trained, under the names of the adapter file."""
+    layers = linear_layers(model).items()
+    return {f"layers.{i}.{name}": p for i, layer in layers for name, p in layer.named_parameters()}
+
+
+def _keep_hidden(module, args, kwargs):
+    """Pre-hook: the gates read the layer's input, which the attention function is not given."""
+    module.linear.hidden = args[0] if args else kwargs["hidden_states"]
+
+
+def _check_inputs(module, args, kwargs):
+    """Pre-hook on the base model: no cache, no packed documents."""
+    if kwargs.get("use_cache") or kwargs.get("cache", kwargs.get("past_key_values")) is not None:
+        raise ValueError("a linearized model keeps no key-value cache: use_cache=False")
+    position, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if position is not None:
+        restart = position[:, 1:] <= position[:, :-1]
+        if mask is not None and mask.dim() == 2:  # positions of padding mean nothing
+            restart = restart & mask[:, :-1].bool() & mask[:, 1:].bool()
+        if bool(restart.any()):
+            raise ValueError("position_ids restart within a row: packed documents need rows of their own")
+
+
+def linearize(
+    model: PreTrainedModel, config: LinearizeConfig, layers: list[int] | None = None, seed: int = 0
+) -> PreTrainedModel:
+    """Replace the softmax of `layers` (None: all) by config's attention, in place; freeze all that was there.
+
+    Call it once, after loading. New parameters are float32, seeded, on their layer's device. The model keeps
+    its class, its state-dict names, and its logits wherever T <= config.exact_pairs. Unfit models: UserError.
+    """
+    kind, modules, text = model.config.model_type, attention_modules(model), model.config.get_text_config()
+    if kind in REFUSED:
+        raise UserError(f"cannot linearize {kind}: {REFUSED[kind]}")
+    known = [m for m in modules if hasattr(m, "o_proj") or hasattr(m, "dense")]
+    if len(known) != text.num_hidden_layers:
+        raise UserError(f"cannot linearize {kind}: its attention modules are not of a shape this code knows")
+    if linear_layers(model):
+        raise UserError("this model is linearized already")
+    chosen = range(len(modules)) if layers is None else layers
+    if bad := [i for i in chosen if not 0 <= i < len(modules)]:
+        raise UserError(f"no layer {bad[0]}: the model has layers 0 to {len(modules) - 1}")
+    model.requires_grad_(False)
+    model.controller, model.linearize_config = Controller(model.config._attn_implementation), config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for m in (modules[i] for i in chosen):
+            heads, kv_heads, dim = head_shape(model, m)
+            m.linear = LinearizedAttention(config, text.hidden_size, heads, kv_heads, dim, dim)
+            m.linear.to(next(m.parameters()).device).controller = model.controller
+            m.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    model.set_attn_implementation(NAME)
+    for config_of_cache in (model.config, model.generation_config):
+        if config_of_cache is not None:
+            config_of_cache.use_cache = False
+    return model
+
+
+@contextlib.contextmanager
+def as_teacher(model: PreTrainedModel):
+    """Inside, the model is its own frozen teacher: the same weights with their original attention."""
+    model.set_attn_implementation(model.controller.teacher_attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 over names and bits of every backbone tensor: it changes if anything was not frozen."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        if ".linear." not in name:
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------- 3. losses
+
+
+def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tensor:
+    """|W_o (student - teacher)|^2 / |W_o teacher|^2, the error of the layer's output; its bias cancels."""
+    W = output_projection(module).weight
+    error = F.linear((student - teacher).flatten(2), W).float().square().sum()
+    return error / F.linear(teacher.flatten(2), W).float().square().sum()
+
+
+@register(LOSSES, "layer")
+def layer_loss(model: PreTrainedModel, ids: Tensor) -> float:
+    """Every layer against the frozen teacher on the teacher's own inputs; no gradient between layers.
+
+    One teacher pass for all: when it reaches a layer, that layer's branch runs with gradients on the same q, k,
+    v and goes backward at once. Memory beyond the model is one layer's activations, whatever the depth.
+    """
+    losses = []
+
+    def probe(module, teacher, students):
+        with torch.enable_grad():
+            loss = relative_error(module, teacher, students["linear"]())
+            loss.backward()
+        losses.append(loss.detach())
+
+    with torch.no_grad(), model.controller.switch("probe", probe):
+        model.base_model(input_ids=ids, use_cache=False)  # the base model: logits are never computed
+    return torch.stack([loss.cpu() for loss in losses]).mean().item()
+
+
+@register(LOSSES, "ce")
+def cross_entropy_loss(model: PreTrainedModel, ids: Tensor) -> float:
+    """The paper's: next-token cross-entropy, end to end."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    return loss.item()
+
+
+@register(LOSSES, "kl")
+def kl_loss(model: PreTrainedModel, ids: Tensor) -> float:
+    """KL(teacher || linearized) of the next-token distributions, end to end."""
+    with torch.no_grad(), as_teacher(model):
+        target = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+    student = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+    loss = F.kl_div(student, target, log_target=True, reduction="sum") / ids.numel()
+    loss.backward()
+    return loss.item()
+
+
+# ----------------------------------------------------------------------------- 4. training
+
+
+def learning_rate(step: int, train: TrainConfig) -> float:
+    """Linear warm-up, at most a tenth of the run, then a cosine down to floor * lr."""
+    warmup = min(train.warmup, train.steps // 10)
+    if step < warmup:
+        return train.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, train.steps - warmup)
+    return train.lr * (train.floor + (1 - train.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume: bool = False) -> list[dict]:
+    """AdamW without weight decay on the new parameters; every `save_every` steps all is saved in `out`.
+
+    Returns one record a step, which metrics.jsonl holds too. Ctrl-C saves what was trained so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    params = list(new_parameters(model).values())
+    optimizer = torch.optim.AdamW(params, lr=train.lr, betas=(0.9, train.beta2), weight_decay=0.0)
+    records = load_progress(model, optimizer, train, out) if resume else []
+    # Block-wise losses are as many problems as layers: one layer's large gradient must not clip another's.
+    blocks = [list(layer.parameters()) for layer in linear_layers(model).values()]
+    clip_groups = blocks if train.loss == "layer" else [params]
+    first, start = len(records), time.time()
+    bar = tqdm(batches(tokens, train, first), total=train.steps, initial=first, desc=train.loss, disable=None)
+    try:
+        for step, ids in enumerate(bar, first):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, train)
+            optimizer.zero_grad()
+            loss = LOSSES[train.loss](model, ids.to(params[0].device))
+            if not math.isfinite(loss):
+                raise UserError(f"the loss is {loss} at step {step}; the last save stays; try a lower --lr")
+            for group in clip_groups:
+                nn.utils.clip_grad_norm_(group, train.clip)
+            optimizer.step()
+            rate = (step + 1 - first) * ids.numel() / (time.time() - start)
+            records.append(dict(step=step, loss=loss, lr=learning_rate(step, train), tokens_per_second=rate))
+            bar.set_postfix(loss=f"{loss:.4f}", tok_s=f"{rate:.0f}")
+            if (step + 1) % train.save_every == 0 or step + 1 == train.steps:
+                save_progress(model, optimizer, train, out, records)
+    except KeyboardInterrupt:
+        if records:
+            save_progress(model, optimizer, train, out, records)
+        raise
+    finally:
+        bar.close()
+    return records
+
+
+# ----------------------------------------------------------------------------- files: adapters and progress
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write under a temporary name, then rename: a reader sees the old file or the new one, never a half."""
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, train: TrainConfig | None = None) -> None:
+    """adapter_model.safetensors + adapter_config.json, the layout people know from peft."""
+    about = dict(format=FORMAT, base_model=model.config._name_or_path, model_type=model.config.model_type,
+                 layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
+                 train=None if train is None else dataclasses.asdict(train))  # fmt: skip
+    tensors = {name: p.detach().cpu().contiguous() for name, p in new_parameters(model).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "adapter_model.safetensors", lambda p: save_file(tensors, p))
+    text = json.dumps(about, indent=1) + "\n"
+    write_atomically(folder / "adapter_config.json", lambda p: p.write_text(text))
+
+
+def load_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel:
+    """Linearize `model` as the folder says and set its new parameters, bit for bit."""
+    folder = Path(folder)
+    try:
+        about = json.loads((folder / "adapter_config.json").read_text())
+        if about["format"] != FORMAT:
+            raise ValueError(f"adapter format {about['format']}, this code reads {FORMAT}")
+        config, layers, kind = LinearizeConfig(**about["linearize"]), about["layers"], about["model_type"]
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except Exception as error:  # missing, truncated or foreign files
+        raise UserError(f"{folder} holds no adapter this code can read: {brief(error)}") from None
+    if kind != model.config.model_type:
+        raise UserError(f"{folder} was trained on a {kind} model, this one is {model.config.model_type}")
+    linearize(model, config, layers)
+    set_parameters(model, tensors, folder)
+    return model
+
+
+def set_parameters(model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
+    own = new_parameters(model)
+    if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
+        raise UserError(f"{folder} does not fit this model: other parameter names or shapes")
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(tensors[name])
+
+
+def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list[dict]) -> None:
+    """All that --resume needs in one file: its parts cannot disagree. Then metrics and the adapter."""
+    state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
+    state |= {name: p.detach().cpu() for name, p in new_parameters(model).items()}
+    about = dict(settings=json.dumps(settings(model, train)), records=json.dumps(records))
+    write_atomically(out / "progress.safetensors", lambda p: save_file(state, p, metadata=about))
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_atomically(out / "metrics.jsonl", lambda p: p.write_text(lines))
+    save_adapter(model, out, train)
+
+
+def settings(model: PreTrainedModel, train: TrainConfig) -> dict:
+    both = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
+    return json.loads(json.dumps({k: v for k, v in both.items() if k not in ("eval_tokens", "save_every")}))
+
+
+def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]:
+    """Set model and optimizer as they were; return the records of the steps done."""
+    try:
+        with safe_open(out / "progress.safetensors", "pt") as f:
+            state, about = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()
+    except Exception as error:
+        raise UserError(f"nothing to resume in {out}: {brief(error)}") from None
+    then, now = json.loads(about["settings"]), settings(model, train)
+    if changed := sorted(k for k in now if then.get(k) != now[k]):
+        raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
+    set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)
+    moments: dict[int, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        name, index = key.rsplit(".", 1)
+        moments.setdefault(int(index), {})[name] = value
+    optimizer.load_state_dict(dict(optimizer.state_dict(), state=moments))
+    return json.loads(about["records"])
+
+
+# ----------------------------------------------------------------------------- the command line
+
+
+def add_options(parser: argparse.ArgumentParser, config: type) -> None:
+    """One --option per dataclass field. Defaults stay None, so that a preset knows what the user typed."""
+    group = parser.add_argument_group(config.__name__)
+    for field in dataclasses.fields(config):
+        kind, m = type(field.default), field.metadata
+        choices = "" if m["choices"] is None else f" ({', '.join(map(str, m['choices']))})"
+        shown = "" if field.default in ("", ()) else f" [{field.default}]"
+        how = dict(nargs="+", metavar="FILE") if kind is tuple else dict(type=kind)
+        group.add_argument(f"--{field.name.replace('_', '-')}", help=m["help"] + choices + shown, **how)
+
+
+def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig]:
+    """The dataclasses' defaults, then the preset's values, then what the user typed."""
+    values = dict(lookup(PRESETS, args.preset, "preset"))
+    values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
+    made = [
+        cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
+        for cls in (LinearizeConfig, TrainConfig)
+    ]
+    return made[0], made[1]
+
+
+def layer_list(text: str) -> list[int] | None:
+    try:
+        return sorted({int(x) for x in text.split(",")}) if text else None
+    except ValueError:
+        raise UserError(f"--layers must be numbers separated by commas, got {text!r}") from None
+
+
+def prepare_out(folder: Path) -> None:
+    """Find out now, not after an hour of training, whether results can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / ".writable", lambda p: p.write_text(""))
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+
+
+def run(args: argparse.Namespace, report: Callable) -> None:
+    config, train = configs_from(args)
+    out, layers = Path(args.out), layer_list(train.layers)
+    if train.seq_len <= config.exact_pairs:
+        pairs = config.exact_pairs
+        raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window = {pairs}")
+    prepare_out(out)
+    model, tokenizer = load_teacher(train.model, train.dtype, train.device)
+    tokens, held_out = load_data(tokenizer, train)
+    frozen, before = sum(p.numel() for p in model.parameters()), fingerprint(model)
+    linearize(model, config, layers, train.seed)
+    new, kind = sum(p.numel() for p in new_parameters(model).values()), model.config.model_type
+    print(f"teacher     {train.model or 'embedded'} ({kind}): {frozen:,} parameters, all frozen")
+    print(f"linearized  {len(linear_layers(model))} layers with {new:,} new parameters ({new / frozen:.2%})")
+    print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
+    if train.steps and new:
+        train_adapters(model, tokens, train, out, args.resume)
+    save_adapter(model, out, train)
+    if fingerprint(model) != before:
+        raise RuntimeError("a frozen weight has changed: a bug in this program")
+    print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); adapter in {out}/\n")
+    report(model, held_out, train, out)
+
+
+def main(report: Callable, argv: list[str] | None = None) -> int:
+    """Exit status 0: done; 2: one line says what to mend; 130: interrupted, what was trained is kept."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--preset", default="best", help=f"where options start ({', '.join(PRESETS)}) [best]")
+    parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    add_options(parser, TrainConfig)
+    add_options(parser, LinearizeConfig)
+    args = parser.parse_args(argv)
+    try:
+        run(args, report)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; what was trained is in {args.out}/, --resume continues it", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.modules["distill"] = sys.modules["__main__"]  # eval imports distill: this module, not a second copy
+    from eval import report_text
+
+    sys.exit(main(report_text))

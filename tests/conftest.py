@@ -1,0 +1,53 @@
+"""Settings shared by all tests: Triton's interpreter, one thread, fixed hypothesis examples; tiny random models."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere: kernels run in Python, without a GPU
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+import distill  # noqa: F401  (first, because it must be imported before transformers)
+
+torch.set_num_threads(1)  # tiny tensors: 16x faster than with two threads
+
+settings.register_profile(
+    "default",
+    max_examples=25,
+    deadline=None,
+    derandomize=True,  # the same examples in every run: a red test is red again
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("default")
+
+
+def tiny_model(kind: str = "qwen2", layers: int = 2, vocab: int = 50, **kw):
+    """A random Llama, Qwen2 or Qwen3. std 0.25: with the usual 0.02 attention is uniform and hides errors."""
+    import transformers
+
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "phi": "Phi"}
+    config = getattr(transformers, names[kind] + "Config")(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16 if kind == "qwen3" else 8,  # Qwen3: heads * head_dim is not hidden_size
+        max_position_embeddings=512,
+        initializer_range=0.25,
+        pad_token_id=0,
+        **kw,
+    )
+    torch.manual_seed(0)
+    return getattr(transformers, names[kind] + "ForCausalLM")(config).eval()
+
+
+@pytest.fixture
+def qwen2():
+    return tiny_model("qwen2")

@@ -1,0 +1,414 @@
+"""distill.py: the swap changes attention and nothing else, training changes the new parameters and nothing else."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model
+
+import distill
+from distill import (
+    LOSSES,
+    TrainConfig,
+    as_teacher,
+    fingerprint,
+    linear_layers,
+    linearize,
+    load_adapter,
+    new_parameters,
+    save_adapter,
+    train_adapters,
+)
+from interventions import LinearizeConfig
+
+ROOT = Path(distill.__file__).parent
+SMALL = LinearizeConfig(sinks=2, window=6)
+IDS = torch.randint(1, 50, (2, 40), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(1, 50, (2000,), generator=torch.Generator().manual_seed(1))
+# float32 logits of size ~30 after two layers: 1e-4 is 30 units in the last place
+SAME = dict(atol=1e-4, rtol=1e-4)
+
+
+def logits(model, ids=IDS, **kw):
+    with torch.no_grad():
+        return model(input_ids=ids, **kw).logits
+
+
+def stir(model, size=0.3):
+    """New parameters away from their start, so that nothing agrees by accident."""
+    torch.manual_seed(5)
+    for p in new_parameters(model).values():
+        p.data += size * torch.randn_like(p)
+    return model
+
+
+# ----------------------------------------------------------------------------- the swap
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "phi"])
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_within_sinks_plus_window_the_linearized_model_is_the_teacher(kind, preset):
+    overrides = {k: v for k, v in distill.PRESETS[preset].items() if k in LinearizeConfig.__dataclass_fields__}
+    model = tiny_model(kind)
+    want = logits(model)
+    linearize(model, LinearizeConfig(**(overrides | dict(sinks=4, window=36))))
+    assert torch.allclose(logits(stir(model)), want, **SAME)
+    model = linearize(tiny_model(kind), LinearizeConfig(**(overrides | dict(sinks=4, window=8))))
+    got = logits(stir(model))
+    assert torch.allclose(got[:, :12], want[:, :12], **SAME) and not torch.allclose(got, want, atol=0.1)
+
+
+def test_the_teacher_is_still_there_bit_for_bit():
+    model = tiny_model()
+    want = logits(model)
+    linearize(model, SMALL)
+    with as_teacher(model):
+        assert torch.equal(logits(model), want)
+    assert not torch.allclose(logits(model), want, atol=0.1)
+
+
+def test_other_models_in_the_process_are_untouched():
+    a, b = tiny_model(), tiny_model()
+    want = logits(b)
+    linearize(a, SMALL)
+    assert torch.equal(logits(b), want)
+
+
+def test_the_backbone_keeps_its_names_and_only_new_parameters_are_trainable():
+    model = tiny_model()
+    names, before = set(model.state_dict()), fingerprint(model)
+    linearize(model, SMALL)
+    assert {n for n in model.state_dict() if ".linear." not in n} == names and fingerprint(model) == before
+    assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in new_parameters(model).values()}
+
+
+def test_fingerprint_sees_one_changed_bit():
+    model = tiny_model()
+    before = fingerprint(model)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data.view(torch.int32)[0, 0] ^= 1
+    assert fingerprint(model) != before
+
+
+def test_memory_off_is_sinks_and_window_alone():
+    model = stir(linearize(tiny_model(), SMALL))
+    with model.controller.switch("off"):
+        got = logits(model)
+    want = logits(linearize(tiny_model(), dataclasses.replace(SMALL, merge="off")))
+    assert torch.equal(got, want) and not torch.allclose(got, logits(model), atol=1e-2)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+@pytest.mark.parametrize("mode", ["linear", "off"])
+def test_a_padded_batch_gives_each_row_its_own_logits(side, mode):
+    model, real = stir(linearize(tiny_model(), SMALL)), IDS[0, :25]
+    gap = torch.zeros(15, dtype=torch.long)
+    row = {"left": [gap, real], "right": [real, gap], "middle": [real[:11], gap, real[11:]]}[side]
+    ids = torch.stack([torch.cat(row), IDS[1]])
+    mask = torch.stack([torch.cat([torch.ones(len(x)) * (x is not gap) for x in row]), torch.ones(40)]).long()
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    with model.controller.switch(mode):
+        got = logits(model, ids, attention_mask=mask, position_ids=position)
+        assert torch.allclose(got[0][mask[0].bool()], logits(model, real[None])[0], **SAME)
+        assert torch.allclose(got[1], logits(model, IDS[1:])[0], **SAME)
+
+
+def test_only_the_chosen_layers_are_replaced():
+    model = linearize(tiny_model(layers=3), SMALL, layers=[0, 2])
+    assert list(linear_layers(model)) == [0, 2]
+    whole = linearize(tiny_model(layers=3), SMALL)
+    assert not torch.allclose(logits(model), logits(whole), atol=0.1)
+    none = linearize(tiny_model(layers=3), SMALL, layers=[])
+    assert torch.allclose(logits(none), logits(tiny_model(layers=3)), **SAME)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_models_keep_float32_parameters_and_give_finite_logits(dtype):
+    model = stir(linearize(tiny_model().to(dtype), SMALL))
+    assert {p.dtype for p in new_parameters(model).values()} == {torch.float32}
+    out = logits(model)
+    assert out.dtype == dtype and torch.isfinite(out).all()
+
+
+def test_generate_without_a_cache_equals_stepping_by_hand():
+    model, ids = stir(linearize(tiny_model(), SMALL)), IDS[:1, :20]
+    got = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    for _ in range(8):
+        scores = logits(model, ids)[:, -1]
+        scores[:, model.generation_config.eos_token_id or 2] = -torch.inf  # min_new_tokens forbids the end
+        ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(got, ids)
+
+
+def test_what_a_linearized_model_cannot_do_is_refused_in_one_line():
+    model = linearize(tiny_model(), SMALL)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(input_ids=IDS, use_cache=True)
+    with pytest.raises(ValueError, match="packed documents"):
+        model(input_ids=IDS, position_ids=torch.arange(40).remainder(20)[None].expand(2, -1))
+    with pytest.raises(ValueError, match="2-D padding mask"):
+        model(input_ids=IDS, attention_mask=torch.ones(2, 1, 40, 40))
+    with pytest.raises(ValueError, match="linearized already"):
+        linearize(model, SMALL)
+    with pytest.raises(ValueError, match="no layer 7"):
+        linearize(tiny_model(), SMALL, layers=[7])
+    sliding = linearize(tiny_model(use_sliding_window=True, sliding_window=8, max_window_layers=0), SMALL)
+    with pytest.raises(ValueError, match="own sliding window"):
+        sliding(input_ids=IDS)
+
+
+@pytest.mark.parametrize("kind", ["GptOss", "GPTNeoX"])
+def test_families_that_do_not_fit_are_refused_by_name(kind):
+    import transformers
+
+    small = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    if kind == "GptOss":
+        small |= dict(num_key_value_heads=2, head_dim=8, num_local_experts=2)
+    config = getattr(transformers, kind + "Config")(**small)
+    model = getattr(transformers, kind + "ForCausalLM")(config)
+    with pytest.raises(distill.UserError, match=f"cannot linearize {config.model_type}"):
+        linearize(model, SMALL)
+
+
+PAPER = {k: v for k, v in distill.PRESETS["paper"].items() if k in LinearizeConfig.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+    "model,conv,millions",
+    [("llama-3.1-8b", 0, 8.52), ("llama-3.1-8b", 8, 10.29), ("qwen3-0.6b", 8, 2.92), ("qwen3-32b", 8, 41.0)],
+)
+def test_new_parameter_counts_are_the_papers(model, conv, millions):
+    """Built on the meta device from the published shapes: nothing is downloaded."""
+    import transformers
+
+    llama = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    shape = {
+        "llama-3.1-8b": llama | dict(intermediate_size=14336),
+        "qwen3-0.6b": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
+        "qwen3-32b": dict(hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, intermediate_size=25600),
+    }[model]
+    family = "Llama" if model.startswith("llama") else "Qwen3"
+    if family == "Qwen3":
+        shape = shape | dict(head_dim=128, num_key_value_heads=8)
+    with torch.device("meta"):
+        config = getattr(transformers, family + "Config")(vocab_size=1000, **shape)
+        net = getattr(transformers, family + "ForCausalLM")(config)
+        linearize(net, LinearizeConfig(**(PAPER | dict(conv=conv))))
+    count = sum(p.numel() for p in new_parameters(net).values())
+    assert abs(count / 1e6 - millions) < 0.01 * millions
+
+
+# ----------------------------------------------------------------------------- losses and training
+
+
+def train_config(**kw):
+    return TrainConfig(**(dict(steps=6, seq_len=32, batch=2, save_every=2, lr=1e-2, warmup=0) | kw))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_trains_new_parameters_only_and_goes_down(loss, tmp_path):
+    model = linearize(tiny_model(), SMALL)
+    before, old = fingerprint(model), {n: p.detach().clone() for n, p in new_parameters(model).items()}
+    records = train_adapters(model, TOKENS[:32], train_config(loss=loss, steps=12, batch=1), tmp_path)
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert fingerprint(model) == before
+    changed = [n for n, p in new_parameters(model).items() if not torch.equal(p, old[n])]
+    assert len(changed) == len(old)
+
+
+def test_layer_loss_is_each_layers_own_error_with_no_gradient_between_layers():
+    model = stir(linearize(tiny_model(), SMALL))
+    distill.layer_loss(model, IDS)
+    together = {n: p.grad.clone() for n, p in new_parameters(model).items()}
+    alone = linearize(tiny_model(), SMALL, layers=[1])
+    for n, p in new_parameters(alone).items():
+        p.data.copy_(new_parameters(model)[n].data)
+    distill.layer_loss(alone, IDS)
+    for n, p in new_parameters(alone).items():
+        assert torch.allclose(p.grad, together[n], rtol=1e-4, atol=1e-7), n
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    grads = []
+    for checkpoint in (False, True):
+        model = stir(linearize(tiny_model(), SMALL))
+        if checkpoint:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+            model.train()
+        distill.cross_entropy_loss(model, IDS)
+        grads.append([p.grad for p in new_parameters(model).values()])
+    for a, b in zip(*grads):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_a_resumed_run_ends_exactly_where_an_unbroken_one_does(tmp_path):
+    config = train_config()
+    whole = linearize(tiny_model(), SMALL)
+    train_adapters(whole, TOKENS, config, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        stop_after(linearize(tiny_model(), SMALL), config, tmp_path / "broken", steps=3)
+    resumed = linearize(tiny_model(), SMALL, seed=9)
+    records = train_adapters(resumed, TOKENS, config, tmp_path / "broken", resume=True)
+    assert [r["step"] for r in records] == list(range(6))
+    for a, b in zip(new_parameters(whole).values(), new_parameters(resumed).values()):
+        assert torch.equal(a, b)
+
+
+def stop_after(model, config, out, steps):
+    """Train, and press Ctrl-C in step `steps`."""
+    real, calls = LOSSES["layer"], []
+
+    def loss(model, ids):
+        calls.append(1)
+        if len(calls) > steps:
+            raise KeyboardInterrupt
+        return real(model, ids)
+
+    LOSSES["layer"] = loss
+    out.mkdir()
+    try:
+        train_adapters(model, TOKENS, config, out)
+    finally:
+        LOSSES["layer"] = real
+
+
+def test_an_interrupt_keeps_the_adapter_trained_so_far(tmp_path):
+    model = linearize(tiny_model(), SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        stop_after(model, train_config(save_every=100), tmp_path / "out", steps=3)
+    loaded = load_adapter(tiny_model(), tmp_path / "out")
+    for a, b in zip(new_parameters(model).values(), new_parameters(loaded).values()):
+        assert torch.equal(a, b)
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path):
+    train_adapters(linearize(tiny_model(), SMALL), TOKENS, train_config(steps=2), tmp_path)
+    with pytest.raises(distill.UserError, match="changed: lr"):
+        train_adapters(linearize(tiny_model(), SMALL), TOKENS, train_config(steps=2, lr=0.5), tmp_path, resume=True)
+    with pytest.raises(distill.UserError, match="nothing to resume"):
+        train_adapters(linearize(tiny_model(), SMALL), TOKENS, train_config(), tmp_path / "no", resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_save(tmp_path):
+    model = linearize(tiny_model(), SMALL)
+    train_adapters(model, TOKENS, train_config(steps=2), tmp_path)
+    kept = (tmp_path / "adapter_model.safetensors").read_bytes()
+    next(iter(new_parameters(model).values())).data.fill_(torch.nan)
+    with pytest.raises(distill.UserError, match="the loss is nan at step 0"):
+        train_adapters(model, TOKENS, train_config(), tmp_path)
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == kept
+
+
+def test_learning_rate_warms_up_and_ends_at_its_floor():
+    config = train_config(steps=100, lr=1.0, warmup=10, floor=0.05)
+    rates = [distill.learning_rate(i, config) for i in range(100)]
+    assert rates[0] == 0.1 and rates[9] == rates[10] == 1.0 and max(rates) == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True) and 0.05 <= rates[-1] < 0.051
+
+
+# ----------------------------------------------------------------------------- files and text
+
+
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_a_saved_adapter_is_reloaded_bit_for_bit(preset, tmp_path):
+    overrides = {k: v for k, v in distill.PRESETS[preset].items() if k in LinearizeConfig.__dataclass_fields__}
+    model = stir(linearize(tiny_model(), LinearizeConfig(**(overrides | dict(sinks=2, window=5)))))
+    save_adapter(model, tmp_path)
+    loaded = load_adapter(tiny_model(), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_broken_and_foreign_adapter_folders_are_refused_in_one_line(tmp_path):
+    save_adapter(linearize(tiny_model(), SMALL), tmp_path)
+    weights, about = (tmp_path / n for n in ("adapter_model.safetensors", "adapter_config.json"))
+    good_weights, good_about = weights.read_bytes(), about.read_text()
+    refused = pytest.raises(distill.UserError)
+    with refused:
+        load_adapter(tiny_model("llama"), tmp_path)
+    with refused:
+        load_adapter(tiny_model(), tmp_path / "nowhere")
+    for text in ("", "[]", '{"format": 1}', good_about.replace('"format": 1', '"format": 99'), good_about[:-20]):
+        about.write_text(text)
+        with refused:
+            load_adapter(tiny_model(), tmp_path)
+    about.write_text(good_about)
+    weights.write_bytes(good_weights[:-8])
+    with refused:
+        load_adapter(tiny_model(), tmp_path)
+    weights.write_bytes(good_weights)
+    load_adapter(tiny_model(), tmp_path)
+
+
+def test_held_out_text_is_never_trained_on(tmp_path):
+    _, tokenizer = distill.load_teacher()
+    text = " ".join(f"word{i}" for i in range(3000))
+    (tmp_path / "a.txt").write_text(text)
+    config = TrainConfig(data=(str(tmp_path / "a.txt"),), seq_len=64)
+    tokens, held = distill.load_data(tokenizer, config)
+    assert tokenizer.decode(tokens) == text[: len(text) * 9 // 10]
+    assert tokenizer.decode(held.flatten()) in text[len(text) * 9 // 10 :]
+
+
+def test_text_comes_from_txt_json_and_jsonl(tmp_path):
+    rows = [dict(text="one"), dict(text="two", id=3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    assert {distill.read_text(str(tmp_path / f"a.{e}")) for e in ("json", "jsonl", "txt")} == {"one\n\ntwo"}
+    for bad in ('{"a": 1}', '[{"a": 1}]', "[1]", "nothing"):
+        (tmp_path / "b.json").write_text(bad)
+        with pytest.raises(distill.UserError, match="text field"):
+            distill.read_text(str(tmp_path / "b.json"))
+
+
+def test_our_kernels_module_does_not_confuse_transformers():
+    """transformers probes for a package named kernels; it must neither import ours nor lose it for us."""
+    code = "import distill, sys, kernels; from transformers.utils import is_kernels_available as f; assert not f();"
+    code += "assert kernels.linear_attention; from transformers.models.qwen2 import modeling_qwen2"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# ----------------------------------------------------------------------------- the command line
+
+
+def command(*args, cwd=ROOT, **env):
+    full = os.environ | dict(HF_HUB_OFFLINE="1") | env
+    return subprocess.run([sys.executable, str(ROOT / "distill.py"), *args], cwd=cwd, env=full, capture_output=True, text=True)
+
+
+def test_every_option_is_in_the_help_with_its_choices():
+    text = " ".join(command("--help").stdout.split())
+    for cls in (LinearizeConfig, TrainConfig):
+        for field in dataclasses.fields(cls):
+            assert f"--{field.name.replace('_', '-')}" in text
+    assert "deltanet" in text and "best, paper" in text
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--rule", "gdm"], "unknown rule 'gdm'; choose from: deltanet, gdn, gla, hedgehog, kda, kgla"),
+        (["--merge", "mean"], "unknown merge 'mean'"),
+        (["--preset", "bst"], "unknown preset 'bst'; choose from: best, paper"),
+        (["--data", "nowhere.txt"], "cannot read nowhere.txt: No such file or directory"),
+        (["--model", "nobody/no-model"], "cannot load model 'nobody/no-model'"),
+        (["--seq-len", "100"], "--seq-len 100 must be longer than sinks + window = 132"),
+        (["--seq-len", "1000000"], "too little text"),
+        (["--out", "/proc/nothing/here"], "cannot write to /proc/nothing/here"),
+        (["--layers", "0,x"], "--layers must be numbers separated by commas"),
+        (["--device", "cuda:99"], "cannot use device 'cuda:99'"),
+        (["--steps", "-1"], "steps must be at least 0, got -1"),
+    ],
+)
+def test_bad_input_gets_one_clear_line_and_status_2(args, message, tmp_path, capsys):
+    assert distill.main(pytest.fail, ["--out", str(tmp_path / "out"), *args]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len([x for x in errors if x.startswith("error:") and message in x]) == 1
+    assert not any("Traceback" in x for x in errors)

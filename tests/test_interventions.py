@@ -1,0 +1,241 @@
+"""interventions.py: what is exact, what is in the memory, and that together they are the teacher's softmax."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import linear_attn as la
+from interventions import MERGES, LinearizeConfig, LinearizedAttention, ShortConv, exact_attention, running_moments
+
+F64 = torch.float64
+
+
+def qkv(T, seed=0, B=2, H=4, G=2, K=8, V=6, D=10, dtype=F64):
+    torch.manual_seed(seed)
+    return [torch.randn(B, T, *s, dtype=dtype) for s in ((H, K), (G, K), (G, V), (D,))]
+
+
+def make_layer(seed=0, dtype=F64, V=6, **kw):
+    """A layer whose parameters are away from their start."""
+    torch.manual_seed(seed)
+    layer = LinearizedAttention(LinearizeConfig(**kw), 10, 4, 2, 8, V)
+    for p in layer.parameters():
+        p.data += 0.2 * torch.randn_like(p)
+    return layer.to(dtype)
+
+
+def softmax_over(q, k, v, allowed_ts, scale, softcap=None):
+    """The definition: softmax over an explicit (T, T) mask; o and log-sum-exp."""
+    R = q.shape[2] // k.shape[2]
+    score = torch.einsum("bthk,bshk->bhts", q, k.repeat_interleave(R, 2)) * scale
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    score = score.masked_fill(~allowed_ts, -torch.inf)
+    p = score.softmax(-1).nan_to_num(0)
+    return torch.einsum("bhts,bshv->bthv", p, v.repeat_interleave(R, 2)), score.logsumexp(-1).transpose(1, 2)
+
+
+def exact_set(T, sinks, window):
+    t, s = torch.arange(T)[:, None], torch.arange(T)[None]
+    return (s <= t) & ((s < sinks) | (s > t - window))
+
+
+@given(
+    T=st.integers(1, 90),
+    sinks=st.integers(0, 9),
+    window=st.integers(0, 40),
+    softcap=st.sampled_from([None, 2.0]),
+    block=st.sampled_from([1, 16, 64]),
+)
+def test_exact_attention_is_softmax_over_sinks_and_window(T, sinks, window, softcap, block):
+    q, k, v, _ = qkv(T)
+    o, lse = exact_attention(q, k, v, sinks, window, 0.3, softcap, block)
+    want, want_lse = softmax_over(q, k, v, exact_set(T, sinks, window), 0.3, softcap)
+    assert torch.allclose(o, want, atol=1e-12)
+    assert torch.allclose(lse, want_lse, atol=1e-12)
+
+
+@given(T=st.integers(8, 60), sinks=st.integers(0, 4), window=st.integers(1, 6))
+def test_two_softmax_parts_merged_by_their_log_sum_exp_are_softmax_over_everything(T, sinks, window):
+    """Equation (8), exact: the split identity that the lse merge stands on."""
+    q, k, v, _ = qkv(T)
+    inside = exact_set(T, sinks, window)
+    causal = torch.ones(T, T, dtype=torch.bool).tril()
+    (o_E, lse_E), (o_M, lse_M) = (softmax_over(q, k, v, m, 0.3) for m in (inside, causal & ~inside))
+    m = torch.sigmoid(lse_E - lse_M)[..., None]
+    assert torch.allclose(m * o_E + (1 - m) * o_M, softmax_over(q, k, v, causal, 0.3)[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", la.RULES)
+@pytest.mark.parametrize("memory_per", ["kv", "query"])
+@pytest.mark.parametrize("conv", [0, 3])
+def test_the_memory_read_is_q_times_the_state_of_tokens_s_to_t_minus_w(rule, memory_per, conv):
+    """Equation (7) token by token, from the rule's own inputs: S_{s..t-w} built from scratch for every t."""
+    T, s, w = 23, 3, 5
+    layer = make_layer(rule=rule, merge="sum", sinks=s, window=w, memory_per=memory_per, conv=conv)
+    q, k, v, hidden = qkv(T)
+    read, _ = layer.memory(q, k, v, hidden)
+    if conv:
+        q_c, k_c, v_c = layer.conv_q(q), layer.conv_k(k), layer.conv_v(v)
+    else:
+        q_c, k_c, v_c = q, k, v
+    q_in, k_in, v_in, *gates = layer.rule(hidden, q_c, k_c, v_c)
+    for t in range(s + w, T):
+        part = slice(s, t - w + 1)
+        seen = [None if x is None else x[:, part] for x in (k_in, v_in, *gates)]
+        _, S = la.recurrent(q_in[:, part], *seen)
+        o = torch.einsum("bgrk,bgkv->bgrv", q_in[:, t].unflatten(1, (S.shape[1], -1)), S).flatten(1, 2)
+        assert torch.allclose(read[:, t - s - w], layer.rule.read(o), atol=1e-10)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("rule", la.RULES)
+def test_up_to_sinks_plus_window_tokens_the_layer_is_softmax_attention(merge, rule):
+    layer = make_layer(rule=rule, merge=merge, sinks=3, window=9, conv=4)
+    for T in (1, 2, 11, 12):
+        q, k, v, hidden = qkv(T)
+        assert torch.allclose(layer(q, k, v, hidden), la.softmax_attention(q, k, v), atol=1e-12)
+    q, k, v, hidden = qkv(30)
+    assert torch.allclose(layer(q, k, v, hidden)[:, :12], la.softmax_attention(q, k, v)[:, :12], atol=1e-12)
+
+
+@pytest.mark.parametrize("merge", MERGES)
+@pytest.mark.parametrize("moments", ["mean", "diag", "full"])
+@pytest.mark.parametrize("sinks,window,budget", [(2, 5, 0), (0, 4, 3), (3, 0, 0), (0, 0, 0)])
+def test_every_merge_is_causal_for_any_exact_set(merge, moments, sinks, window, budget):
+    layer = make_layer(merge=merge, moments=moments, sinks=sinks, window=window, budget=budget, conv=3)
+    x = qkv(31)
+    changed = [torch.cat([y[:, :20], y[:, 20:] + 1.0], 1) for y in x]
+    before, after = layer(*x), layer(*changed)
+    assert torch.allclose(before[:, :20], after[:, :20], atol=1e-12)
+    sees_nothing = merge == "off" and layer.config.exact_pairs == 0
+    assert sees_nothing == torch.allclose(before[:, 20:], after[:, 20:], atol=1e-3)
+    assert torch.isfinite(before).all()
+
+
+def test_recency_budget_is_a_longer_window():
+    x = qkv(40)
+    a, b = make_layer(window=8, budget=0), make_layer(window=5, budget=3)
+    assert torch.equal(a(*x), b(*x)) and a.config.exact_pairs == b.config.exact_pairs
+
+
+def test_a_layer_with_its_memory_off_is_its_exact_part():
+    q, k, v, hidden = qkv(40)
+    want = exact_attention(q, k, v, 3, 6, 8**-0.5)[0]
+    assert torch.equal(make_layer(merge="off", sinks=3, window=6)(q, k, v, hidden), want)
+
+
+@pytest.mark.parametrize("kind", ["mean", "diag", "full"])
+def test_running_moments_are_count_mean_and_covariance_of_the_keys_so_far(kind):
+    q, k, _, _ = qkv(33)
+    moments = running_moments(q, k, kind)
+    for t in (0, 1, 32):
+        seen = k[:, : t + 1].repeat_interleave(2, 2)  # (b, s, h, k)
+        mean = seen.mean(1)
+        cov = torch.einsum("bshk,bshl->bhkl", seen - mean[:, None], seen - mean[:, None]) / (t + 1)
+        cov = torch.diag_embed(cov.diagonal(dim1=-2, dim2=-1)) if kind == "diag" else cov
+        assert moments["count"][0, t] == t + 1
+        assert torch.allclose(moments["q_mean"][:, t], torch.einsum("bhk,bhk->bh", q[:, t], mean))
+        if kind != "mean":
+            want = torch.einsum("bhk,bhkl,bhl->bh", q[:, t], cov, q[:, t])
+            assert torch.allclose(moments["q_cov_q"][:, t], want, atol=1e-10)
+
+
+def test_moments_survive_keys_with_a_large_bias_in_float32():
+    """Qwen2's keys: bias 100, spread 1. E[k^2] - mean^2 in float32 would be off by whole units."""
+    q, k, _, _ = qkv(2000, dtype=torch.float32)
+    k = k + 100.0
+    got = running_moments(q, k, "diag")["q_cov_q"].double()
+    want = running_moments(q.double(), k.double(), "diag")["q_cov_q"]
+    assert ((got - want).abs().max() / want.abs().max()) < 1e-4  # 2,000 float32 additions
+
+
+def test_log_mass_is_exact_for_gaussian_keys():
+    """(9) with a1 = a2 = 1 is the log-mass of n Gaussian keys; sampling error 3/sqrt(n) of a log."""
+    torch.manual_seed(0)
+    n, d = 50_000, 8
+    k = 0.7 * torch.randn(1, n, 1, d, dtype=F64) + 0.3
+    q = torch.randn(1, n, 1, d, dtype=F64)
+    layer = LinearizedAttention(LinearizeConfig(), 10, 1, 1, d, d).double()
+    layer.merge.a2.data.fill_(1.0)
+    moments = running_moments(q, k, "diag")
+    got = layer.merge.log_mass(q, moments, d**-0.5)[0, -1, 0]
+    want = (k[0, :, 0] @ q[0, -1, 0] * d**-0.5).logsumexp(0)
+    assert abs(got - want) < 3 * n**-0.5
+
+
+@pytest.mark.parametrize("init", ["identity", "default"])
+def test_short_convolution_equals_conv1d(init):
+    torch.manual_seed(0)
+    conv, x = ShortConv(8, 3, 4, init).double(), torch.randn(2, 20, 3, 4, dtype=F64)
+    weight = conv.weight.permute(1, 2, 0).reshape(12, 1, 8)
+    want = F.conv1d(F.pad(x.flatten(2).mT, (7, 0)), weight, conv.bias.flatten(), groups=12).mT.reshape(x.shape)
+    assert torch.allclose(conv(x), want)
+    assert init == "default" or torch.equal(conv(x), x)
+    assert torch.allclose(torch.cat([conv(x[:, :5]), conv(x[:, 5:], tail_bthk=F.pad(x[:, :5], (0, 0, 0, 0, 2, 0)))], 1), want)
+
+
+@pytest.mark.parametrize("impl", ["recurrent", "chunked"])
+def test_the_layer_does_not_depend_on_the_implementation(impl):
+    x = qkv(50)
+    want = make_layer(conv=3)(*x)
+    assert torch.allclose(make_layer(conv=3, impl=impl)(*x), want, atol=1e-10)
+
+
+@pytest.mark.parametrize("rule", la.RULES)
+@pytest.mark.parametrize("merge", ["sum", "lse"])
+def test_every_new_parameter_gets_a_finite_gradient(rule, merge):
+    layer = make_layer(rule=rule, merge=merge, sinks=2, window=4, conv=3, dtype=torch.float32)
+    layer(*qkv(40, dtype=torch.float32)).square().sum().backward()
+    for name, p in layer.named_parameters():
+        assert p.grad is not None and torch.isfinite(p.grad).all(), name
+        assert p.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_half_precision_model_gets_half_precision_outputs_close_to_float64(dtype):
+    layer = make_layer(sinks=2, window=6, conv=3, dtype=torch.float32)
+    x = [y.to(dtype) for y in qkv(50)]
+    out = layer(*x)
+    want = make_layer(sinks=2, window=6, conv=3)(*[y.double() for y in x])
+    assert out.dtype == dtype
+    # scores of size ~3 are products in the model's dtype: a few units in the last place of p, then of the output
+    assert (out.double() - want).abs().max() / want.abs().max() < 16 * torch.finfo(dtype).eps
+
+
+def test_key_and_value_dimensions_may_differ_and_heads_may_not_be_grouped():
+    torch.manual_seed(0)
+    layer = LinearizedAttention(LinearizeConfig(sinks=1, window=3), 10, 3, 3, 8, 5)
+    q, k, v, h = (torch.randn(1, 17, *s) for s in ((3, 8), (3, 8), (3, 5), (10,)))
+    assert layer(q, k, v, h).shape == (1, 17, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "wrong,message",
+    [
+        (dict(rule="gdm"), "unknown rule 'gdm'; choose from: deltanet"),
+        (dict(merge="mean"), "unknown merge 'mean'; choose from: lse, off, sum"),
+        (dict(router="mass"), "unknown router"),
+        (dict(sinks=-1), "sinks must be at least 0, got -1"),
+        (dict(conv=100), "conv must be at least 0 and at most 64, got 100"),
+        (dict(chunk=48), "unknown chunk"),
+        (dict(window="many"), "window must be a number, got 'many'"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_in_one_line(wrong, message):
+    with pytest.raises(ValueError, match=message) as error:
+        LinearizeConfig(**wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_the_configuration_is_frozen_and_survives_json():
+    import json
+
+    config = LinearizeConfig(rule="kda", sinks=8)
+    assert LinearizeConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.sinks = 1
