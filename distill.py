@@ -25,7 +25,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,7 +88,7 @@ class TrainConfig:
     clip: float = option(1.0, "gradient norm limit", low=0.0)
     seed: int = option(0, "seed of initialisation and data order", low=0)
     eval_tokens: int = option(16384, "held-out tokens to measure on", low=1)
-    layers: str = option("", "layers to linearize, as 0,3,7 (default: all)")
+    layers: tuple = option((), "layers to linearize, as 0 3 7 (default: all)", item=int)
     dtype: str = option("auto", "backbone dtype; auto is bfloat16 on CUDA, else float32", DTYPES)
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda if there is one")
     save_every: int = option(20, "steps between saves", low=1)
@@ -153,8 +153,8 @@ def read_text(source: str) -> str:
         if path.suffix == ".jsonl":
             return "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
         return text
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {source}: {getattr(error, 'strerror', None) or brief(error)}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not UTF-8 text: {brief(error)}") from None
     except (KeyError, TypeError, json.JSONDecodeError):
         raise UserError(f"{source}: want a list or lines of objects with a text field") from None
 
@@ -195,16 +195,16 @@ def batches(tokens: Tensor, train: TrainConfig, first_step: int = 0) -> Iterator
 
 # ----------------------------------------------------------------------------- 2. the swap
 
-REFUSED = {"gpt_oss": "its softmax has learned sink logits", "gpt_neox": "its attention has no separate q, k, v"}
+REFUSED = {"gpt_oss": "learned sink logits in its softmax", "gpt_neox": "attention of an older design"}
 
 
 @dataclass
 class Controller:
     """One per model, shared by its layers: what attention answers right now.
 
-    mode "linear"; "off": the same sinks and window, without the memory; "probe": what the teacher answers, so that
-    every layer sees the teacher's inputs, while probe(module, teacher, students) is called, the students being
-    functions by mode that run only if called.
+    mode "linear"; "off": the same sinks and window, no memory; "probe": what the teacher answers, so that
+    every layer sees the teacher's inputs, and probe(module, teacher, students) is called. The students are
+    functions by mode, which run only if called; `linear` takes another layer to put in place of the module's own.
     """
 
     teacher_attention: str
@@ -233,7 +233,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, s
     if attention_mask is not None:
         if attention_mask.dim() != 2:
             raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
-        # Real tokens first, row by row: left, right and middle padding all become trailing tokens, never read.
+        # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
         order = (~attention_mask.bool()).int().argsort(dim=1, stable=True)[:, :, None]
         q, k, v = (x.gather(1, order[..., None].expand_as(x)) for x in (q, k, v))
         hidden = None if layer is None else hidden.gather(1, order.expand_as(hidden))
@@ -243,7 +243,7 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, s
 
     mode = "full" if layer is None else layer.controller.mode  # a layer without a memory keeps its softmax
     students = dict(
-        linear=lambda: layer(q, k, v, hidden, scale, softcap),
+        linear=lambda other=layer: other(q, k, v, hidden, scale, softcap),
         off=lambda: exact(layer.config.sinks, layer.config.reach),
     )
     if mode in students:
@@ -316,7 +316,7 @@ def _check_inputs(module, args, kwargs):
 
 
 def linearize(
-    model: PreTrainedModel, config: LinearizeConfig, layers: list[int] | None = None, seed: int = 0
+    model: PreTrainedModel, config: LinearizeConfig, layers: Sequence[int] | None = None, seed: int = 0
 ) -> PreTrainedModel:
     """Replace the softmax of `layers` (None: all) by config's attention, in place; freeze all that was there.
 
@@ -385,8 +385,8 @@ def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tenso
 def layer_loss(model: PreTrainedModel, ids: Tensor) -> float:
     """Every layer against the frozen teacher on the teacher's own inputs; no gradient between layers.
 
-    One teacher pass for all: when it reaches a layer, that layer's branch runs with gradients on the same q, k,
-    v and goes backward at once. Memory beyond the model is one layer's activations, whatever the depth.
+    One teacher pass for all: as it reaches a layer, that layer's branch runs with gradients on the same q, k,
+    v and goes backward at once. Memory beyond the model: one layer's activations, whatever the depth.
     """
     losses = []
 
@@ -565,7 +565,7 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
         kind, m = type(field.default), field.metadata
         choices = "" if m["choices"] is None else f" ({', '.join(map(str, m['choices']))})"
         shown = "" if field.default in ("", ()) else f" [{field.default}]"
-        how = dict(nargs="+", metavar="FILE") if kind is tuple else dict(type=kind)
+        how = dict(nargs="+", type=m["item"]) if kind is tuple else dict(type=kind)
         group.add_argument(f"--{field.name.replace('_', '-')}", help=m["help"] + choices + shown, **how)
 
 
@@ -580,34 +580,24 @@ def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig
     return made[0], made[1]
 
 
-def layer_list(text: str) -> list[int] | None:
-    try:
-        return sorted({int(x) for x in text.split(",")}) if text else None
-    except ValueError:
-        raise UserError(f"--layers must be numbers separated by commas, got {text!r}") from None
-
-
-def prepare_out(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Find out now, not after an hour of training, whether results can be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / ".writable", lambda p: p.write_text(""))
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".writable").touch()
+    (folder / ".writable").unlink()
 
 
 def run(args: argparse.Namespace, report: Callable) -> None:
     config, train = configs_from(args)
-    out, layers = Path(args.out), layer_list(train.layers)
+    out = Path(args.out)
     if train.seq_len <= config.exact_pairs:
         pairs = config.exact_pairs
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window = {pairs}")
-    prepare_out(out)
+    check_writable(out)
     model, tokenizer = load_teacher(train.model, train.dtype, train.device)
     tokens, held_out = load_data(tokenizer, train)
     frozen, before = sum(p.numel() for p in model.parameters()), fingerprint(model)
-    linearize(model, config, layers, train.seed)
+    linearize(model, config, train.layers or None, train.seed)
     new, kind = sum(p.numel() for p in new_parameters(model).values()), model.config.model_type
     print(f"teacher     {train.model or 'embedded'} ({kind}): {frozen:,} parameters, all frozen")
     print(f"linearized  {len(linear_layers(model))} layers with {new:,} new parameters ({new / frozen:.2%})")
@@ -618,31 +608,38 @@ def run(args: argparse.Namespace, report: Callable) -> None:
     if fingerprint(model) != before:
         raise RuntimeError("a frozen weight has changed: a bug in this program")
     print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); adapter in {out}/\n")
-    report(model, held_out, train, out)
+    report(model, held_out, train, out / "results.json")
 
 
-def main(report: Callable, argv: list[str] | None = None) -> int:
-    """Exit status 0: done; 2: one line says what to mend; 130: interrupted, what was trained is kept."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def command_line(parser: argparse.ArgumentParser, run: Callable, argv: list[str] | None = None) -> int:
+    """Add the options, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
     parser.add_argument("--preset", default="best", help=f"where options start ({', '.join(PRESETS)}) [best]")
-    parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     add_options(parser, TrainConfig)
     add_options(parser, LinearizeConfig)
     args = parser.parse_args(argv)
     try:
-        run(args, report)
+        run(args)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; what was trained is in {args.out}/, --resume continues it", file=sys.stderr)
+        print("\ninterrupted; what was saved so far is kept", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    except OSError as error:
+        print(f"error: cannot read or write {error.filename}: {error.strerror}", file=sys.stderr)
+    else:
+        return 0
+    return 2
+
+
+def main(report: Callable, argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    return command_line(parser, lambda args: run(args, report), argv)
 
 
 if __name__ == "__main__":
     sys.modules["distill"] = sys.modules["__main__"]  # eval imports distill: this module, not a second copy
-    from eval import report_text
+    from eval import report
 
-    sys.exit(main(report_text))
+    sys.exit(main(report))

@@ -32,9 +32,10 @@ MERGES: dict[str, type[nn.Module]] = {}
 ROUTERS: dict[str, str] = {"recency": "the newest `budget` tokens that left the window: a longer window"}
 
 
-def option(default, help: str, choices=None, low=None, high=None):
+def option(default, help: str, choices=None, low=None, high=None, item=str):
     """A dataclass field that knows its help and its legal values; the command line is made from it."""
-    return dataclasses.field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high))
+    about = dict(help=help, choices=choices, low=low, high=high, item=item)  # item: type of a tuple's items
+    return dataclasses.field(default=default, metadata=about)
 
 
 def check_options(config) -> None:
@@ -132,7 +133,8 @@ def exact_attention(
             (age_cl >= 0) & (age_cl < window) & (at_nc1 - age_cl >= sinks)
         )  # sinks do not count twice
     if not scores:
-        return v_btgv.new_zeros(B, T, H, V), q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
+        nothing = q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
+        return v_btgv.new_zeros(B, T, H, V), nothing
     score_bngxl = torch.cat(scores, -1)
     score_bngrcl = score_bngxl.to(working_dtype(score_bngxl)).unflatten(3, (-1, C)) * scale
     if softcap is not None:
@@ -328,7 +330,7 @@ class LinearizedAttention(nn.Module):
         return torch.cat([o_exact[:, :start], merged], 1)
 
     def memory(self, q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, hidden_btd: Tensor):
-        """(7) for queries t = s+w..T-1: token t-w is written, then q_t reads. (read (B,T-s-w,H,V), moments)."""
+        """(7) for queries t = s+w..T-1: token t-w is written, q_t reads. (read (B,T-s-w,H,V), moments)."""
         c, T = self.config, q_bthk.shape[1]
         written, reading = slice(c.sinks, T - c.reach), slice(c.exact_pairs, T)
         q, k, v = q_bthk, k_btgk, v_btgv
@@ -347,7 +349,7 @@ class LinearizedAttention(nn.Module):
         return read, moments
 
     def memory_bytes(self, itemsize: int) -> int:
-        """Bytes per sequence of everything but the exact pairs: state, moments, convolution tails, waiting gates."""
+        """Bytes per sequence beside the exact pairs: state, moments, convolution tails, waiting gates."""
         if not self.merge.uses_memory:
             return 0
         c, rule = self.config, self.rule

@@ -530,9 +530,9 @@ def main() -> None:
         )
         centred, projected, residual = softmax_projection_identity(k)
         check = (centred - projected - residual).abs().max()
-        concentration = key_concentration(k[None, :, None])[0, -1, 0]
+        C = key_concentration(k[None, :, None])[0, -1, 0]
         print(
-            f"  spread {spread:3}: C = {concentration:.3f}  R = {residual.norm(dim=-1).mean():.3f} ({check:.0e})"
+            f" spread {spread:3}: C = {C:.3f}  R = {residual.norm(dim=-1).mean():.3f} ({check:.0e})"
         )
     print("\nwrite A->1, B->2, then overwrite A->9; read A and B back (exact answer 9 and 2)")
     a, b = F.normalize(torch.randn(2, 16), dim=-1)

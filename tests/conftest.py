@@ -1,4 +1,4 @@
-"""Settings shared by all tests: Triton's interpreter, one thread, fixed hypothesis examples; tiny random models."""
+"""Settings shared by all tests, and tiny random models."""
 
 import os
 import sys

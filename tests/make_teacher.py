@@ -37,11 +37,11 @@ VOCAB, IGNORE = 1024, -100
 
 # (steps, tokens per step, sequence lengths to draw from, weight of the text loss).
 STAGES = (
-    (200, 3072, (64,), 0.0),
+    (150, 3072, (64,), 0.0),
     (150, 4096, (64, 128), 0.3),
-    (250, 4096, (128, 256), 1.0),
+    (350, 4096, (128, 256), 1.0),
     (250, 4096, (128, 256, 512), 1.0),
-    (500, 4400, (256, 512, 1100, 1100), 1.0),
+    (400, 4400, (256, 512, 1100, 1100), 1.0),
 )
 
 
@@ -173,9 +173,9 @@ def train(tokenizer: FastTokenizer, text: str, held: list[int], seed: int, scale
     """All stages; `held` only serves the numbers printed after each."""
     torch.manual_seed(seed)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    shape = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
+    shape = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = Qwen2Config(VOCAB, **shape, **heads, max_position_embeddings=2048, rope_parameters=rope)
+    config = Qwen2Config(**shape, **heads, max_position_embeddings=2048, rope_parameters=rope)
     config.initializer_range = 0.05  # 0.02 is meant for widths near 1,000
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     model, samples = Qwen2ForCausalLM(config), Samples(tokenizer, text, seed)
