@@ -204,7 +204,7 @@ class Controller:
 
     mode "linear"; "off": the same sinks and window, no memory; "probe": what the teacher answers, so that
     every layer sees the teacher's inputs, and probe(module, teacher, students) is called. The students are
-    functions by mode, which run only if called; `linear` takes another layer to put in place of the module's own.
+    functions by mode, which run only if called; `linear` takes another layer in place of the module's own.
     """
 
     teacher_attention: str
