@@ -18,8 +18,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -28,37 +28,39 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import hf_hub_download
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from interventions import LinearizeConfig, LinearizedAttention, check_options, exact_attention, option
+from interventions import (
+    Controller,
+    LinearizeConfig,
+    LinearizedAttention,
+    attention_forward,
+    check_options,
+    option,
+    padding_mask,
+)
 from linear_attn import lookup, register
 
 # HAZARD: transformers asks whether a package named `kernels` is installed and would import *our* kernels.py.
 # It asks once and remembers the answer: let it find nothing, then put our module back.
 _ours, sys.modules["kernels"] = sys.modules.get("kernels"), None
-import transformers.utils  # noqa: E402
+import transformers as hf  # noqa: E402
 
-transformers.utils.is_kernels_available()
+hf.utils.is_kernels_available()
 sys.modules["kernels"] = _ours
-from transformers import (  # noqa: E402  # noqa: E402
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
 
 EMBEDDED = Path(__file__).resolve().parent / "tests" / "teacher"
 NAME = "linear_memory"  # our attention's name inside transformers
 FORMAT = 1  # of the adapter folder
 LOSSES: dict[str, Callable] = {}
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 class UserError(ValueError):
@@ -89,7 +91,8 @@ class TrainConfig:
     seed: int = option(0, "seed of initialisation and data order", low=0)
     eval_tokens: int = option(16384, "held-out tokens to measure on", low=1)
     layers: tuple = option((), "layers to linearize, as 0 3 7 (default: all)", item=int)
-    dtype: str = option("auto", "backbone dtype; auto is bfloat16 on CUDA, else float32", DTYPES)
+    dtype: str = option("auto", "backbone dtype; auto is bfloat16 on CUDA, else float32",
+                        ("auto", "float32", "float16", "bfloat16"))  # fmt: skip
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda if there is one")
     save_every: int = option(20, "steps between saves", low=1)
 
@@ -109,75 +112,54 @@ PRESETS = {
 # ----------------------------------------------------------------------------- 1. the teacher and its text
 
 
-def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto") -> tuple[PreTrainedModel, object]:
+def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto"):
     """(frozen model, tokenizer) from a hub id, a folder or a .gguf file; "" is the embedded teacher."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    path, kw = Path(name or EMBEDDED), {}
-    source = str(path) if path.exists() else name
+    path = Path(name or EMBEDDED)
+    source, kw = str(path) if path.exists() else name, {}
     if path.suffix == ".gguf":
-        missing = [p for p in ("gguf", "accelerate") if importlib.util.find_spec(p) is None]
-        if missing or not path.exists():
-            why = f"pip install {' '.join(missing)}" if missing else "no such file"
-            raise UserError(f"cannot load {name}: {why}")
         source, kw = str(path.parent), dict(gguf_file=path.name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **kw)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **kw)
-    except Exception as error:  # a dozen error classes, from the network to the JSON parser
-        where = "a broken model folder" if path.exists() else "no local folder, nor to be had from the hub"
-        raise UserError(f"cannot load model {source!r}: {where} ({brief(error)})") from None
+        tokenizer = hf.AutoTokenizer.from_pretrained(source, **kw)
+        model = hf.AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **kw).to(device)
+    except Exception as error:  # a dozen classes: network, JSON parser, no such device, no gguf package, ...
+        raise UserError(f"cannot load model {source!r} on {device}: {brief(error)}") from None
     model.is_quantized = False  # GGUF weights are dequantized on loading, but stay marked as quantized
-    try:
-        return model.eval().requires_grad_(False).to(device), tokenizer
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"cannot use device {device!r}: {brief(error)}") from None
+    return model.eval().requires_grad_(False), tokenizer
 
 
 def read_text(source: str) -> str:
-    """The text of one file, or of one file in a dataset repository of the hub (owner/name:file)."""
+    """The text of a file, or of a file in a dataset repository of the hub (owner/name:file); "" is the help
+    text that comes with every Python, about 700 KB of English."""
+    if not source:
+        return "\n".join(topics[key] for key in sorted(topics))
     path = Path(source)
-    if not path.exists() and source.count(":") == 1 and "/" in source.split(":")[0]:
-        from huggingface_hub import hf_hub_download
-
-        try:
-            path = Path(hf_hub_download(*source.split(":"), repo_type="dataset"))
-        except Exception as error:  # again a dozen classes
-            raise UserError(f"cannot fetch {source} from the hub: {brief(error)}") from None
     try:
+        if not path.exists() and source.count(":") == 1 and "/" in source.split(":")[0]:
+            path = Path(hf_hub_download(*source.split(":"), repo_type="dataset"))
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             return "\n\n".join(row["text"] for row in json.loads(text))
         if path.suffix == ".jsonl":
             return "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
         return text
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text: {brief(error)}") from None
     except (KeyError, TypeError, json.JSONDecodeError):
         raise UserError(f"{source}: want a list or lines of objects with a text field") from None
+    except Exception as error:  # no such file, not UTF-8, or one of the hub's dozen classes
+        raise UserError(f"cannot read {source}: {brief(error)}") from None
 
 
 def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
-    """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training.
-
-    Default: the help topics that come with every Python (about 700 KB of English)."""
-    if train.data:
-        texts = [read_text(source) for source in train.data]
-    else:
-        from pydoc_data.topics import topics
-
-        texts = ["\n".join(topics[key] for key in sorted(topics))]
-    if train.eval_data:
-        held = [read_text(source) for source in train.eval_data]
-    else:
+    """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training."""
+    texts, held = [read_text(x) for x in train.data or ("",)], [read_text(x) for x in train.eval_data]
+    if not held:
         cuts = [len(text) * 9 // 10 for text in texts]
         texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
-    tokens, held_out = (
-        torch.tensor(tokenizer("\n\n".join(part), add_special_tokens=False, verbose=False)["input_ids"])
-        for part in (texts, held)
-    )
+    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False, return_tensors="pt")
+    tokens, held_out = (encode("\n\n".join(part))["input_ids"][0] for part in (texts, held))
     if min(len(tokens), len(held_out)) < train.seq_len:
         have = f"{len(tokens)} training and {len(held_out)} held-out tokens"
         raise UserError(f"too little text: {have} for --seq-len {train.seq_len}")
@@ -196,105 +178,34 @@ def batches(tokens: Tensor, train: TrainConfig, first_step: int = 0) -> Iterator
 # ----------------------------------------------------------------------------- 2. the swap
 
 REFUSED = {"gpt_oss": "learned sink logits in its softmax", "gpt_neox": "attention of an older design"}
+hf.AttentionInterface.register(NAME, attention_forward)
+hf.AttentionMaskInterface.register(NAME, padding_mask)
 
 
-@dataclass
-class Controller:
-    """One per model, shared by its layers: what attention answers right now.
-
-    mode "linear"; "off": the same sinks and window, no memory; "probe": what the teacher answers, so that
-    every layer sees the teacher's inputs, and probe(module, teacher, students) is called. The students are
-    functions by mode, which run only if called; `linear` takes another layer in place of the module's own.
-    """
-
-    teacher_attention: str
-    mode: str = "linear"
-    probe: Callable | None = None
-
-    @contextlib.contextmanager
-    def switch(self, mode: str, probe: Callable | None = None):
-        before, (self.mode, self.probe) = (self.mode, self.probe), (mode, probe)
-        try:
-            yield
-        finally:
-            self.mode, self.probe = before
-
-
-def attention_forward(module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
-    """What transformers calls instead of softmax: q, k, v (B,H,T,K) after RoPE in, (B,T,H,V) out."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    T, scale, own_window = q.shape[1], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
-    if k.shape[1] != T:
-        raise ValueError("a linearized model was given past keys: call it with use_cache=False")
-    if own_window is not None and own_window < T:
-        raise ValueError(f"layer {module.layer_idx} has its own sliding window: {own_window} of {T} tokens")
-    layer, order = getattr(module, "linear", None), None
-    hidden = None if layer is None else layer.hidden
-    if attention_mask is not None:
-        if attention_mask.dim() != 2:
-            raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
-        # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
-        order = (~attention_mask.bool()).int().argsort(dim=1, stable=True)[:, :, None]
-        q, k, v = (x.gather(1, order[..., None].expand_as(x)) for x in (q, k, v))
-        hidden = None if layer is None else hidden.gather(1, order.expand_as(hidden))
-
-    def exact(sinks: int, window: int) -> Tensor:
-        return exact_attention(q, k, v, sinks, window, scale, softcap)[0]
-
-    mode = "full" if layer is None else layer.controller.mode  # a layer without a memory keeps its softmax
-    students = dict(
-        linear=lambda other=layer: other(q, k, v, hidden, scale, softcap),
-        off=lambda: exact(layer.config.sinks, layer.config.reach),
-    )
-    if mode in students:
-        out = students[mode]()
-    elif softcap is None and order is None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        out = out.transpose(1, 2)
-    else:
-        out = exact(0, T)
-    if mode == "probe":
-        layer.controller.probe(module, out, students)
-    if order is not None:
-        out = torch.zeros_like(out).scatter(1, order[..., None].expand_as(out), out)
-        out = out * attention_mask[:, :, None, None].to(out.dtype)
-    return out, None
-
-
-def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):
-    """Hand on the 2-D padding mask, or None. HAZARD: without a mask function, padding is dropped silently."""
-    return None if attention_mask is None or bool(attention_mask.bool().all()) else attention_mask
-
-
-AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, padding_mask)
-
-
-def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+def attention_modules(model: hf.PreTrainedModel) -> list[nn.Module]:
     """The model's self-attention modules in layer order."""
     found = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
     return sorted(found, key=lambda m: m.layer_idx)
 
 
-def output_projection(module: nn.Module) -> nn.Module:
-    return module.o_proj if hasattr(module, "o_proj") else module.dense
+def output_projection(module: nn.Module) -> nn.Module | None:
+    return getattr(module, "o_proj", getattr(module, "dense", None))
 
 
-def head_shape(model: PreTrainedModel, module: nn.Module) -> tuple[int, int, int]:
+def head_shape(model: hf.PreTrainedModel, module: nn.Module) -> tuple[int, int, int]:
     """(query heads, kv heads, head dim) of an attention module. Qwen3's head dim is not hidden/heads."""
-    text = model.config.get_text_config()
-    dim = getattr(module, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return text.num_attention_heads, text.num_attention_heads // module.num_key_value_groups, dim
+    text, heads = model.config.get_text_config(), model.config.get_text_config().num_attention_heads
+    dim = getattr(module, "head_dim", None) or text.hidden_size // heads
+    return heads, heads // module.num_key_value_groups, dim
 
 
-def linear_layers(model: PreTrainedModel) -> dict[int, LinearizedAttention]:
+def linear_layers(model: hf.PreTrainedModel) -> dict[int, LinearizedAttention]:
     return {m.layer_idx: m.linear for m in attention_modules(model) if hasattr(m, "linear")}
 
 
-def new_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+def new_parameters(model: hf.PreTrainedModel) -> dict[str, nn.Parameter]:
     """Everything that is trained, under the names of the adapter file."""
-    layers = linear_layers(model).items()
-    return {f"layers.{i}.{name}": p for i, layer in layers for name, p in layer.named_parameters()}
+    return {f"layers.{i}.{n}": p for i, m in linear_layers(model).items() for n, p in m.named_parameters()}
 
 
 def _keep_hidden(module, args, kwargs):
@@ -316,8 +227,8 @@ def _check_inputs(module, args, kwargs):
 
 
 def linearize(
-    model: PreTrainedModel, config: LinearizeConfig, layers: Sequence[int] | None = None, seed: int = 0
-) -> PreTrainedModel:
+    model: hf.PreTrainedModel, config: LinearizeConfig, layers: Sequence[int] | None = None, seed: int = 0
+) -> hf.PreTrainedModel:
     """Replace the softmax of `layers` (None: all) by config's attention, in place; freeze all that was there.
 
     Call it once, after loading. New parameters are float32, seeded, on their layer's device. The model keeps
@@ -326,8 +237,7 @@ def linearize(
     kind, modules, text = model.config.model_type, attention_modules(model), model.config.get_text_config()
     if kind in REFUSED:
         raise UserError(f"cannot linearize {kind}: {REFUSED[kind]}")
-    known = [m for m in modules if hasattr(m, "o_proj") or hasattr(m, "dense")]
-    if len(known) != text.num_hidden_layers:
+    if sum(output_projection(m) is not None for m in modules) != text.num_hidden_layers:
         raise UserError(f"cannot linearize {kind}: its attention modules are not of a shape this code knows")
     if linear_layers(model):
         raise UserError("this model is linearized already")
@@ -345,14 +255,12 @@ def linearize(
             m.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
     model.base_model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
     model.set_attn_implementation(NAME)
-    for config_of_cache in (model.config, model.generation_config):
-        if config_of_cache is not None:
-            config_of_cache.use_cache = False
+    model.config.use_cache = model.generation_config.use_cache = False
     return model
 
 
 @contextlib.contextmanager
-def as_teacher(model: PreTrainedModel):
+def as_teacher(model: hf.PreTrainedModel):
     """Inside, the model is its own frozen teacher: the same weights with their original attention."""
     model.set_attn_implementation(model.controller.teacher_attention)
     try:
@@ -361,7 +269,7 @@ def as_teacher(model: PreTrainedModel):
         model.set_attn_implementation(NAME)
 
 
-def fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: hf.PreTrainedModel) -> str:
     """SHA-256 over names and bits of every backbone tensor: it changes if anything was not frozen."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
@@ -382,7 +290,7 @@ def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tenso
 
 
 @register(LOSSES, "layer")
-def layer_loss(model: PreTrainedModel, ids: Tensor) -> float:
+def layer_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
     """Every layer against the frozen teacher on the teacher's own inputs; no gradient between layers.
 
     One teacher pass for all: as it reaches a layer, that layer's branch runs with gradients on the same q, k,
@@ -402,7 +310,7 @@ def layer_loss(model: PreTrainedModel, ids: Tensor) -> float:
 
 
 @register(LOSSES, "ce")
-def cross_entropy_loss(model: PreTrainedModel, ids: Tensor) -> float:
+def cross_entropy_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
     """The paper's: next-token cross-entropy, end to end."""
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -411,7 +319,7 @@ def cross_entropy_loss(model: PreTrainedModel, ids: Tensor) -> float:
 
 
 @register(LOSSES, "kl")
-def kl_loss(model: PreTrainedModel, ids: Tensor) -> float:
+def kl_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
     """KL(teacher || linearized) of the next-token distributions, end to end."""
     with torch.no_grad(), as_teacher(model):
         target = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
@@ -434,16 +342,14 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume: bool = False) -> list[dict]:
-    """AdamW without weight decay on the new parameters; every `save_every` steps all is saved in `out`.
-
-    Returns one record a step, which metrics.jsonl holds too. Ctrl-C saves what was trained so far."""
-    out.mkdir(parents=True, exist_ok=True)
+    """AdamW, no weight decay, on the new parameters; saved every `save_every` steps and at Ctrl-C."""
     params = list(new_parameters(model).values())
     optimizer = torch.optim.AdamW(params, lr=train.lr, betas=(0.9, train.beta2), weight_decay=0.0)
     records = load_progress(model, optimizer, train, out) if resume else []
-    # Block-wise losses are as many problems as layers: one layer's large gradient must not clip another's.
-    blocks = [list(layer.parameters()) for layer in linear_layers(model).values()]
-    clip_groups = blocks if train.loss == "layer" else [params]
+    # The layer loss is as many problems as there are layers: one's large gradient must not clip another's.
+    clip_groups = [params]
+    if train.loss == "layer":
+        clip_groups = [list(layer.parameters()) for layer in linear_layers(model).values()]
     first, start = len(records), time.time()
     bar = tqdm(batches(tokens, train, first), total=train.steps, initial=first, desc=train.loss, disable=None)
     try:
@@ -463,8 +369,7 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
             if (step + 1) % train.save_every == 0 or step + 1 == train.steps:
                 save_progress(model, optimizer, train, out, records)
     except KeyboardInterrupt:
-        if records:
-            save_progress(model, optimizer, train, out, records)
+        save_progress(model, optimizer, train, out, records)
         raise
     finally:
         bar.close()
@@ -476,24 +381,23 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write under a temporary name, then rename: a reader sees the old file or the new one, never a half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
     os.replace(temporary, path)
 
 
-def save_adapter(model: PreTrainedModel, folder: Path, train: TrainConfig | None = None) -> None:
+def save_adapter(model: hf.PreTrainedModel, folder: Path, train: TrainConfig | None = None) -> None:
     """adapter_model.safetensors + adapter_config.json, the layout people know from peft."""
     about = dict(format=FORMAT, base_model=model.config._name_or_path, model_type=model.config.model_type,
                  layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
                  train=None if train is None else dataclasses.asdict(train))  # fmt: skip
     tensors = {name: p.detach().cpu().contiguous() for name, p in new_parameters(model).items()}
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "adapter_model.safetensors", lambda p: save_file(tensors, p))
-    text = json.dumps(about, indent=1) + "\n"
-    write_atomically(folder / "adapter_config.json", lambda p: p.write_text(text))
+    write_atomically(folder / "adapter_config.json", lambda p: p.write_text(json.dumps(about, indent=1)))
 
 
-def load_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel:
+def load_adapter(model: hf.PreTrainedModel, folder: Path | str) -> hf.PreTrainedModel:
     """Linearize `model` as the folder says and set its new parameters, bit for bit."""
     folder = Path(folder)
     try:
@@ -511,7 +415,7 @@ def load_adapter(model: PreTrainedModel, folder: Path | str) -> PreTrainedModel:
     return model
 
 
-def set_parameters(model: PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
+def set_parameters(model: hf.PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
     own = new_parameters(model)
     if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
         raise UserError(f"{folder} does not fit this model: other parameter names or shapes")
@@ -524,16 +428,17 @@ def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list
     """All that --resume needs in one file: its parts cannot disagree. Then metrics and the adapter."""
     state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
     state |= {name: p.detach().cpu() for name, p in new_parameters(model).items()}
-    about = dict(settings=json.dumps(settings(model, train)), records=json.dumps(records))
+    about = dict(settings=settings(model, train), records=json.dumps(records))
     write_atomically(out / "progress.safetensors", lambda p: save_file(state, p, metadata=about))
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_atomically(out / "metrics.jsonl", lambda p: p.write_text(lines))
+    lines = [json.dumps(record) + "\n" for record in records]
+    write_atomically(out / "metrics.jsonl", lambda p: p.write_text("".join(lines)))
     save_adapter(model, out, train)
 
 
-def settings(model: PreTrainedModel, train: TrainConfig) -> dict:
+def settings(model: hf.PreTrainedModel, train: TrainConfig) -> str:
+    """What must not change between a run and its continuation."""
     both = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
-    return json.loads(json.dumps({k: v for k, v in both.items() if k not in ("eval_tokens", "save_every")}))
+    return json.dumps({k: v for k, v in both.items() if k not in ("eval_tokens", "save_every")})
 
 
 def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]:
@@ -543,7 +448,7 @@ def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]
             state, about = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()
     except Exception as error:
         raise UserError(f"nothing to resume in {out}: {brief(error)}") from None
-    then, now = json.loads(about["settings"]), settings(model, train)
+    then, now = json.loads(about["settings"]), json.loads(settings(model, train))
     if changed := sorted(k for k in now if then.get(k) != now[k]):
         raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
     set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)
@@ -573,11 +478,11 @@ def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig
     """The dataclasses' defaults, then the preset's values, then what the user typed."""
     values = dict(lookup(PRESETS, args.preset, "preset"))
     values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
-    made = [
-        cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
-        for cls in (LinearizeConfig, TrainConfig)
-    ]
-    return made[0], made[1]
+
+    def pick(cls):
+        return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
+
+    return pick(LinearizeConfig), pick(TrainConfig)
 
 
 def check_writable(folder: Path) -> None:
@@ -598,8 +503,8 @@ def run(args: argparse.Namespace, report: Callable) -> None:
     tokens, held_out = load_data(tokenizer, train)
     frozen, before = sum(p.numel() for p in model.parameters()), fingerprint(model)
     linearize(model, config, train.layers or None, train.seed)
-    new, kind = sum(p.numel() for p in new_parameters(model).values()), model.config.model_type
-    print(f"teacher     {train.model or 'embedded'} ({kind}): {frozen:,} parameters, all frozen")
+    new = sum(p.numel() for p in new_parameters(model).values())
+    print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
     print(f"linearized  {len(linear_layers(model))} layers with {new:,} new parameters ({new / frozen:.2%})")
     print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
     if train.steps and new:

@@ -18,7 +18,9 @@ w the memory is empty and the layer is the teacher's, to rounding.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +92,7 @@ class LinearizeConfig:
         return self.sinks + self.reach
 
 
-# ----------------------------------------------------------------------------------- exact: sinks and window
+# ----------------------------------------------------------------------------- exact: sinks and window
 
 
 def exact_attention(
@@ -176,7 +178,7 @@ def running_moments(q_bthk: Tensor, k_btgk: Tensor, kind: str) -> dict[str, Tens
     return moments
 
 
-# ----------------------------------------------------------------------------------- short convolution
+# ----------------------------------------------------------------------------- short convolution
 
 
 class ShortConv(nn.Module):
@@ -204,7 +206,7 @@ class ShortConv(nn.Module):
         return sum((x[:, j : j + T] * self.weight[j].to(x) for j in range(width)), self.bias.to(x))
 
 
-# ----------------------------------------------------------------------------------- merges
+# ----------------------------------------------------------------------------- merges
 
 
 @register(MERGES, "off")
@@ -265,7 +267,7 @@ class LseMerge(nn.Module):
         return (m_bth1 * o_exact + (1 - m_bth1) * self.gain[:, None] * read).to(o_exact.dtype)
 
 
-# ----------------------------------------------------------------------------------- the layer
+# ----------------------------------------------------------------------------- the layer
 
 
 class LinearizedAttention(nn.Module):
@@ -364,3 +366,74 @@ class LinearizedAttention(nn.Module):
             self.heads * self.key_dim + self.kv_heads * (self.key_dim + self.value_dim)
         )
         return 4 * (floats + gates) + itemsize * tail
+
+
+# ----------------------------------------------------------------------------- what transformers calls
+
+
+@dataclass
+class Controller:
+    """One per model, shared by its layers: what attention answers right now.
+
+    mode "linear"; "off": the same sinks and window, no memory; "probe": what the teacher answers, so that
+    every layer sees the teacher's inputs, and probe(module, teacher, students) is called. The students are
+    functions by mode, which run only if called; `linear` takes another layer in place of the module's own.
+    """
+
+    teacher_attention: str
+    mode: str = "linear"
+    probe: Callable | None = None
+
+    @contextlib.contextmanager
+    def switch(self, mode: str, probe: Callable | None = None):
+        before, (self.mode, self.probe) = (self.mode, self.probe), (mode, probe)
+        try:
+            yield
+        finally:
+            self.mode, self.probe = before
+
+
+def attention_forward(module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
+    """What transformers calls instead of softmax: q, k, v (B,H,T,K) after RoPE in, (B,T,H,V) out."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    T, scale, own_window = q.shape[1], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
+    if k.shape[1] != T:
+        raise ValueError("a linearized model was given past keys: call it with use_cache=False")
+    if own_window is not None and own_window < T:
+        raise ValueError(f"layer {module.layer_idx} has its own sliding window: {own_window} of {T} tokens")
+    layer, order = getattr(module, "linear", None), None
+    hidden = None if layer is None else layer.hidden
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
+        # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
+        order = (~attention_mask.bool()).int().argsort(dim=1, stable=True)[:, :, None]
+        q, k, v = (x.gather(1, order[..., None].expand_as(x)) for x in (q, k, v))
+        hidden = None if layer is None else hidden.gather(1, order.expand_as(hidden))
+
+    def exact(sinks: int, window: int) -> Tensor:
+        return exact_attention(q, k, v, sinks, window, scale, softcap)[0]
+
+    mode = "full" if layer is None else layer.controller.mode  # a layer without a memory keeps its softmax
+    students = dict(
+        linear=lambda other=layer: other(q, k, v, hidden, scale, softcap),
+        off=lambda: exact(layer.config.sinks, layer.config.reach),
+    )
+    if mode in students:
+        out = students[mode]()
+    elif softcap is None and order is None:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        out = out.transpose(1, 2)
+    else:
+        out = exact(0, T)
+    if mode == "probe":
+        layer.controller.probe(module, out, students)
+    if order is not None:
+        out = torch.zeros_like(out).scatter(1, order[..., None].expand_as(out), out)
+        out = out * attention_mask[:, :, None, None].to(out.dtype)
+    return out, None
+
+
+def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):
+    """Hand on the 2-D padding mask, or None. HAZARD: without a mask function, padding is dropped silently."""
+    return None if attention_mask is None or bool(attention_mask.bool().all()) else attention_mask

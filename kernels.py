@@ -1,69 +1,64 @@
-"""The recurrence of linear_attn.py as Triton kernels, forward and backward; `linear_attention` is the entry point.
+"""The recurrence of linear_attn.py as Triton kernels, forward and backward. Entry point: `linear_attention`.
 
-What you will learn here (after linear_attn.py, whose equations (1)-(5) this module continues)
-  1. How (1) becomes a few matrix products a chunk, with one short loop over chunks: (6)-(12).
+What you will learn here (read linear_attn.py first; its equations (1)-(5) go on here)
+  1. How (1) becomes a few matrix products a chunk and one short loop over chunks: (6)-(12).
   2. How to differentiate that by hand: (13)-(19).
-  3. What the kernels look like, each citing the equations it computes; `recurrent`, the naive loop, is the test.
-`python kernels.py` checks and times what this machine can run; TRITON_INTERPRET=1 runs the kernels without a GPU.
+  3. The kernels, each citing its equations. They are tested against `recurrent`, the naive loop.
+`python kernels.py` checks and times what this machine can run; TRITON_INTERPRET=1 runs kernels without a GPU.
 
-Forward. With the erase key e_t = b_t k_t, the written value x_t = w_t v_t (both made in PyTorch, so that autograd
-takes care of b and w) and D_t = Diag(exp g_t), a per-head g_t being repeated over channels, (1) is
+Forward. With the erase key e_t = b_t k_t, the value x_t = w_t v_t (both made in PyTorch: autograd takes care of
+b and w) and D_t = Diag(exp g_t), a per-head g_t being repeated over channels, (1) is
 
     (6)  u_t = x_t - S_{t-1}^T D_t e_t          S_t = D_t S_{t-1} + k_t u_t^T          o_t = S_t^T q_t
 
-so e_t reads the memory just as q_t does, one step earlier. With G_i = g_1 + ... + g_i inside a chunk that starts
-from state S, unrolling gives
+so e_t reads the memory as q_t does, one step earlier. Unrolled in a chunk that starts from state S, with
+G_i = g_1 + ... + g_i,
 
     (7)  S_i = Diag(exp G_i) S + sum_{j<=i} Diag(exp(G_i - G_j)) k_j u_j^T
 
-What a reader sees of the keys before it is a number per pair, N for readers e (j < i), P for readers q (j <= i):
+and what a reader i sees of a key j is one number: N for readers e (j < i), P for readers q (j <= i).
 
     (8)  N_ij = sum_k e_ik k_jk exp(G_ik - G_jk)          P_ij = sum_k q_ik k_jk exp(G_ik - G_jk)
     (9)  exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)          j <= m < i, both factors <= 1
 
-To be a matrix product the sum must split into a factor of i and one of j. exp(G_i) exp(-G_j) overflows; splitting
-at a border m between the two tokens does not. Tokens whose positions differ first in bit l, counted from the
-highest, meet across a border of blocks of 2^l tokens: one masked product for each of the log2(C) levels gives all
-pairs. G is kept in float64: a decay of -1000 next to one of -0.001 then costs no digit of their difference.
-With E_in = E * exp G, Q_in = Q * exp G (rows decayed from the chunk's entry) and K_out = K * exp(G_C - G):
+A matrix product needs a factor of i times a factor of j. exp(G_i) exp(-G_j) overflows; a split at a border m
+between the two does not. If l is the highest bit in which the positions i and j differ, a border of blocks of 2^l
+tokens lies between them: log2(C) masked products, one a level l, give all pairs. G is kept in float64, so that
+-1000 next to -0.001 costs no digit of a difference. With Q_in = Q * exp G, E_in = E * exp G (decayed from the
+chunk's entry) and K_out = K * exp(G_C - G) (decayed to its exit):
 
     (10) U = X (x - E_in S)          X = (I + N)^{-1}
     (11) O = Q_in S + P U
     (12) S' = Diag(exp G_C) S + K_out^T U
 
-Only (10) and (12) are sequential, in `walk_kernel`; all else runs for every chunk at once. X is found by forward
-substitution: the product formula for a nilpotent inverse explodes for equal keys with b = 1.
+Only (10) and (12) are sequential. X comes from forward substitution; the product formula for nilpotent N explodes
+for equal keys with b = 1.
 
-Backward, last chunk to first, given dO and dS', the gradient of the chunk's exit state. U enters (11) and (12);
-R = x - E_in S and N enter (10), and d(X) = -X dN X turns into the outer product of dR and U:
+Backward, given dO and the exit state's gradient dS'. U enters (11), (12); R = x - E_in S and N enter (10), with
+d(X) = -X dN X:
 
     (13) dU = P^T dO + K_out dS'
     (14) dR = X^T dU          (= dx)
     (15) dS = Diag(exp G_C) dS' + Q_in^T dO - E_in^T dR
     (16) dP = tril(dO U^T)          dN = -tril(dR U^T, -1)
 
-Readers e are like readers q with dR for dO and a minus sign. For a reader z (q or e) with output gradient y:
+A reader z with output gradient y and M = P or N (q has y = dO; e has y = dR and all its terms negative) gets
 
-    (17) dz_i = exp(G_i) * S y_i + sum_j dM_ij exp(G_i - G_j) * k_j          M = P or N
+    (17) dz_i = exp(G_i) * S y_i + sum_j dM_ij exp(G_i - G_j) * k_j
     (18) dk_j = exp(G_C - G_j) * dS' u_j + sum_readers sum_i dM_ij exp(G_i - G_j) * z_i
-    (19) dg_t = exp(G_C) * rowsum(S * dS') + sum_{i>=t} (z_i * dz_i - k_i * dk_i)_{i != j} + sum_{j<t} (k_j * dk_j)_exit
+    (19) dg_t = exp(G_C) * rowsum(S * dS') + sum_{j<t} (k_j * dk_j, exit term)
+                + sum_{i>=t} (z_i * dz_i - k_i * dk_i, all other terms with i != j)
 
-In (19) every product in the middle sum comes from pairs (17), (18) with i != j, plus the entry term of (17); what
-leaves through the exit is added up on its own. The shorter textbook form, one reversed cumulative sum of
-z dz - k dk, subtracts terms of order one whose difference is exp(-20) after a decay of -20.
+The textbook's single sum of z dz - k dk subtracts terms of order one whose difference is exp(-20) if g = -20.
 
-Precision. Tiles are float32 whatever the inputs are. 16-bit inputs use tf32 tensor cores: 3 bits more than bfloat16
-for U, P and S, and no overflow of a float16 state. float32 inputs use full float32, or tf32 if
-torch.set_float32_matmul_precision says so. Only inputs are saved; the backward recomputes (8)-(12).
+Precision: tiles are float32. 16-bit inputs use tf32 products (3 bits more than bfloat16, no float16 overflow),
+float32 inputs full float32 unless torch.set_float32_matmul_precision allows tf32. Only the inputs are saved.
 
-Hazards, each met by us or by others: no `tl.trans` of a product that feeds another product (miscompiled on Hopper:
-transpose through memory); interpreted bfloat16 products are wrong and bfloat16 stores truncate (here all
-products and stores are float32 and PyTorch rounds); constant trip counts and strides known at compile time decide
-between 0 and 4,000 bytes of spills; grid axis 1 ends at 65,535, so that anything that grows is on axis 0.
+Hazards: `tl.trans` of a product that feeds a product was miscompiled on Hopper: go through memory. Interpreted
+bfloat16 products are wrong and stores truncate: here both are float32, and PyTorch rounds. Unrolled loops and
+run-time strides spill. Grid axis 1 ends at 65,535: what grows is on axis 0.
 
-What a production kernel does differently: bfloat16 operands, tiles chosen per device, (8) in blocks of 16 tokens,
-a scalar path for per-head decays, e and x formed on the fly, 16-bit workspaces.
-"""
+A production kernel has bfloat16 operands, 16-token blocks for (8), a path for per-head decays and tuned tiles."""
 
 from __future__ import annotations
 
@@ -85,49 +80,42 @@ from linear_attn import chunked, empty_state, lookup, recurrent, register
 try:
     import triton
     import triton.language as tl
+    from triton.language import constexpr
 except ImportError:  # the torch paths work without it, and so does reading the kernels
-    triton = tl = None
+    triton = tl = constexpr = None
 
 jit: Callable = triton.jit if triton else (lambda kernel: kernel)
 INTERPRETED = (
     triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-)  # decided at import, as Triton does
+)  # fixed at import, as in Triton
 MAX_KEY_DIM = 256
-LAUNCH = dict(num_warps=8, num_stages=1)  # the same for every kernel; tests/test_kernels.py compiles with it
+LAUNCH = dict(num_warps=8, num_stages=1)  # of every kernel; tests/gpu_check.py compiles with them
 
 # ---------------------------------------------------------------------------- tiles
 
 
 @jit
-def load(ptr, row, heads: tl.constexpr, t0, T, d0, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+def load(ptr, row, heads: constexpr, t0, T, d0, D: constexpr, C: constexpr, BD: constexpr):
     """Tile [C, BD] of a (batch, time, heads, dim) tensor from time t0 and channel d0 on, in float32.
 
     Zero outside: a token beyond T has q = k = v = 0 and changes nothing. `row` counts (batch, head) pairs.
     The tile's corner is computed in 64 bits, since it passes 2^31 in real training runs."""
     c, d = tl.arange(0, C), d0 + tl.arange(0, BD)
-    corner = ptr + ((row // heads * T + t0) * heads + row % heads) * D
-    return tl.load(
-        corner + (c[:, None] * (heads * D) + d[None, :]),
-        mask=(c < T - t0)[:, None] & (d < D)[None, :],
-        other=0.0,
-    ).to(tl.float32)
+    at = ptr + ((row // heads * T + t0) * heads + row % heads) * D + (c[:, None] * (heads * D) + d[None, :])
+    return tl.load(at, mask=(c < T - t0)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
 
 
 @jit
-def store(ptr, x, row, heads: tl.constexpr, t0, T, d0, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr):
+def store(ptr, x, row, heads: constexpr, t0, T, d0, D: constexpr, C: constexpr, BD: constexpr):
     """The inverse of `load`."""
     c, d = tl.arange(0, C), d0 + tl.arange(0, BD)
-    corner = ptr + ((row // heads * T + t0) * heads + row % heads) * D
-    tl.store(
-        corner + (c[:, None] * (heads * D) + d[None, :]), x, mask=(c < T - t0)[:, None] & (d < D)[None, :]
-    )
+    at = ptr + ((row // heads * T + t0) * heads + row % heads) * D + (c[:, None] * (heads * D) + d[None, :])
+    tl.store(at, x, mask=(c < T - t0)[:, None] & (d < D)[None, :])
 
 
 @jit
-def decay(
-    G, row, heads: tl.constexpr, N, t0, since, until, d0, D: tl.constexpr, C: tl.constexpr, BD: tl.constexpr
-):
-    """(9): exp(g_since + ... + g_{until-1}), two vectors of positions in the chunk at t0 (0: its start, C: its end)."""
+def decay(G, row, heads: constexpr, N, t0, since, until, d0, D: constexpr, C: constexpr, BD: constexpr):
+    """(9): exp(g_since + ... + g_{until-1}) for positions in the chunk at t0: 0 its start, C its end."""
     d = d0 + tl.arange(0, BD)
     corner = G + ((row // heads * (N * C + 1) + t0) * heads + row % heads) * D
     start = tl.load(corner + (since[:, None] * (heads * D) + d[None, :]), mask=(d < D)[None, :], other=0.0)
@@ -136,23 +124,29 @@ def decay(
 
 
 @jit
-def state_tile(ptr, index, k0, K: tl.constexpr, v0, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Pointers and mask of tile [BK, BV] at (k0, v0) of the index-th of many (K, V) matrices."""
-    k, v = k0 + tl.arange(0, BK), v0 + tl.arange(0, BV)
-    return ptr + index * K * V + k[:, None] * V + v[None, :], (k < K)[:, None] & (v < V)[None, :]
+def load_state(ptr, index, k0, K: constexpr, v0, V: constexpr, BK: constexpr, BV: constexpr):
+    """Tile [BK, BV] at (k0, v0) of the index-th of many (K, V) matrices, 0 outside."""
+    k, v = (k0 + tl.arange(0, BK))[:, None], (v0 + tl.arange(0, BV))[None, :]
+    return tl.load(ptr + index * K * V + k * V + v, mask=(k < K) & (v < V), other=0.0)
+
+
+@jit
+def store_state(ptr, S, index, k0, K: constexpr, v0, V: constexpr, BK: constexpr, BV: constexpr):
+    """The inverse of `load_state`."""
+    k, v = (k0 + tl.arange(0, BK))[:, None], (v0 + tl.arange(0, BV))[None, :]
+    tl.store(ptr + index * K * V + k * V + v, S, mask=(k < K) & (v < V))
 
 
 # ---------------------------------------------------------------------------- kernels
-# One memory is one (batch, g) pair; its R query heads h lie next to each other. Every kernel gets T, N chunks and the
-# sizes and flags of `plan`. x: a reader, q or e. INVERT: x is e. R_X: readers of this kind a memory.
+# A memory is a (batch, g) pair; its R query heads are neighbours. N chunks; x is a reader, q or e, R_X a memory.
 
 
 @jit
 def products_kernel(
-    x, k, G, out, x_in, k_out, T, N, LEVELS, R_X: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
-    DECAY: tl.constexpr, INVERT: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    x, k, G, out, x_in, k_out, T, N, LEVELS, R_X: constexpr, HEADS: constexpr, K: constexpr, DECAY: constexpr,
+    INVERT: constexpr, C: constexpr, BK: constexpr, PREC: constexpr,
 ):  # fmt: skip
-    """(8) by (9): P, or X of (10); and the decayed readers and keys of (10)-(12). One program a chunk and reader."""
+    """(8) by (9): P, or (INVERT) X; and Q_in or E_in, K_out. One program a chunk and reader."""
     index, n = tl.program_id(0).to(tl.int64), tl.program_id(0) % N
     x_row, row, t0 = index // N, index // N // R_X, n.to(tl.int64) * C
     i, j, c, zero = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C), tl.arange(0, 1)
@@ -187,18 +181,16 @@ def products_kernel(
 
 @jit
 def walk_kernel(
-    e_in, k_out, v, G, x, s0, u, s_in, s_end, T, N, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    DECAY: tl.constexpr, ERASE: tl.constexpr, C: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, PREC: tl.constexpr,
+    e_in, k_out, v, G, x, s0, u, s_in, s_end, T, N, HEADS: constexpr, K: constexpr, V: constexpr,
+    DECAY: constexpr, ERASE: constexpr, C: constexpr, WK: constexpr, WV: constexpr, PREC: constexpr,
 ):  # fmt: skip
-    """(10), (12), first chunk to last: U and every entry state. One program a memory and WV columns of its state."""
+    """(10), (12), first chunk to last: U and all entry states. One program a memory and WV columns."""
     row, v0, zero = tl.program_id(0).to(tl.int64), tl.program_id(1) * WV, tl.arange(0, 1)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    at, inside = state_tile(s0, row, 0, K, v0, V, WK, WV)
-    S = tl.load(at, mask=inside, other=0.0)
+    S = load_state(s0, row, 0, K, v0, V, WK, WV)
     for n in range(N):
         t0 = tl.cast(n, tl.int64) * C
-        at, inside = state_tile(s_in, row * N + n, 0, K, v0, V, WK, WV)
-        tl.store(at, S, mask=inside)
+        store_state(s_in, S, row * N + n, 0, K, v0, V, WK, WV)
         U = load(v, row, HEADS, t0, T, v0, V, C, WV)
         if ERASE:
             U -= tl.dot(load(e_in, row, HEADS, t0, T, 0, K, C, WK), S, input_precision=PREC)
@@ -207,14 +199,13 @@ def walk_kernel(
         if DECAY:
             S *= tl.trans(decay(G, row, HEADS, N, t0, zero, zero + C, 0, K, C, WK))
         S += tl.dot(tl.trans(load(k_out, row, HEADS, t0, T, 0, K, C, WK)), U, input_precision=PREC)
-    at, inside = state_tile(s_end, row, 0, K, v0, V, WK, WV)
-    tl.store(at, S, mask=inside)
+    store_state(s_end, S, row, 0, K, v0, V, WK, WV)
 
 
 @jit
 def read_kernel(
-    q_in, u, s_in, p, o, T, N, R: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    q_in, u, s_in, p, o, T, N, R: constexpr, HEADS: constexpr, K: constexpr, V: constexpr, C: constexpr,
+    BK: constexpr, BV: constexpr, PREC: constexpr,
 ):  # fmt: skip
     """(11): one program a chunk, query head and block of BV columns of the output."""
     index, n, v0 = tl.program_id(0).to(tl.int64), tl.program_id(0) % N, tl.program_id(1) * BV
@@ -223,16 +214,15 @@ def read_kernel(
     P = tl.load(p + index * C * C + i * C + j)
     O = tl.dot(P, load(u, row, HEADS, t0, T, v0, V, C, BV), input_precision=PREC)
     for k0 in range(0, K, BK):
-        at, inside = state_tile(s_in, row * N + n, k0, K, v0, V, BK, BV)
-        S = tl.load(at, mask=inside, other=0.0)
+        S = load_state(s_in, row * N + n, k0, K, v0, V, BK, BV)
         O += tl.dot(load(q_in, q_row, HEADS * R, t0, T, k0, K, C, BK), S, input_precision=PREC)
     store(o, O, q_row, HEADS * R, t0, T, v0, V, C, BV)
 
 
 @jit
 def read_back_kernel(
-    p, do, du, T, N, R: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    PREC: tl.constexpr,
+    p, do, du, T, N, R: constexpr, HEADS: constexpr, V: constexpr, C: constexpr, BV: constexpr,
+    PREC: constexpr,
 ):  # fmt: skip
     """The first term of (13): one program a chunk, memory and block of BV columns."""
     row, n, v0 = (tl.program_id(0) // N).to(tl.int64), tl.program_id(0) % N, tl.program_id(1) * BV
@@ -246,20 +236,18 @@ def read_back_kernel(
 
 @jit
 def walk_back_kernel(
-    q_in, e_in, k_out, G, x, do, du, ds_end, dr, ds_out, ds0, T, N, R: tl.constexpr, HEADS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr, C: tl.constexpr, WK: tl.constexpr,
-    WV: tl.constexpr, PREC: tl.constexpr,
+    q_in, e_in, k_out, G, x, do, du, ds_end, dr, ds_out, ds0, T, N, R: constexpr, HEADS: constexpr,
+    K: constexpr, V: constexpr, DECAY: constexpr, ERASE: constexpr, C: constexpr, WK: constexpr,
+    WV: constexpr, PREC: constexpr,
 ):  # fmt: skip
     """(13)-(15), last chunk to first; the programs are walk_kernel's."""
     row, v0, zero = tl.program_id(0).to(tl.int64), tl.program_id(1) * WV, tl.arange(0, 1)
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    at, inside = state_tile(ds_end, row, 0, K, v0, V, WK, WV)
-    dS = tl.load(at, mask=inside, other=0.0)
+    dS = load_state(ds_end, row, 0, K, v0, V, WK, WV)
     for step in range(N):
         n = N - 1 - step
         t0 = tl.cast(n, tl.int64) * C
-        at, inside = state_tile(ds_out, row * N + n, 0, K, v0, V, WK, WV)
-        tl.store(at, dS, mask=inside)
+        store_state(ds_out, dS, row * N + n, 0, K, v0, V, WK, WV)
         dR = load(du, row, HEADS, t0, T, v0, V, C, WV)
         dR += tl.dot(load(k_out, row, HEADS, t0, T, 0, K, C, WK), dS, input_precision=PREC)
         if DECAY:
@@ -273,14 +261,13 @@ def walk_back_kernel(
             dR = tl.dot(X_T, dR, input_precision=PREC)
             dS -= tl.dot(tl.trans(load(e_in, row, HEADS, t0, T, 0, K, C, WK)), dR, input_precision=PREC)
         store(dr, dR, row, HEADS, t0, T, v0, V, C, WV)
-    at, inside = state_tile(ds0, row, 0, K, v0, V, WK, WV)
-    tl.store(at, dS, mask=inside)
+    store_state(ds0, dS, row, 0, K, v0, V, WK, WV)
 
 
 @jit
 def reader_gradient_kernel(
-    k, G, y, u, s_in, dm, dx, T, N, LEVELS, R_X: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, DECAY: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PREC: tl.constexpr,
+    k, G, y, u, s_in, dm, dx, T, N, LEVELS, R_X: constexpr, HEADS: constexpr, K: constexpr, V: constexpr,
+    DECAY: constexpr, C: constexpr, BK: constexpr, BV: constexpr, PREC: constexpr,
 ):  # fmt: skip
     """(16) and (17) without j = i, for readers whose reads have gradient y. One program a chunk and reader."""
     index, n = tl.program_id(0).to(tl.int64), tl.program_id(0) % N
@@ -294,8 +281,7 @@ def reader_gradient_kernel(
     for k0 in range(0, K, BK):
         dX = tl.zeros([C, BK], tl.float32)
         for v0 in range(0, V, BV):
-            at, inside = state_tile(s_in, row * N + n, k0, K, v0, V, BK, BV)
-            S = tl.load(at, mask=inside, other=0.0)
+            S = load_state(s_in, row * N + n, k0, K, v0, V, BK, BV)
             dX += tl.dot(load(y, x_row, HEADS * R_X, t0, T, v0, V, C, BV), tl.trans(S), input_precision=PREC)
         bk = load(k, row, HEADS, t0, T, k0, K, C, BK)
         if DECAY:
@@ -312,8 +298,8 @@ def reader_gradient_kernel(
 
 @jit
 def through_pairs(
-    bx, dm, index, G, row, N, t0, k0, LEVELS, HEADS: tl.constexpr, K: tl.constexpr, DECAY: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, PREC: tl.constexpr,
+    bx, dm, index, G, row, N, t0, k0, LEVELS, HEADS: constexpr, K: constexpr, DECAY: constexpr, C: constexpr,
+    BK: constexpr, PREC: constexpr,
 ):  # fmt: skip
     """The sum over i > j of (18) for one reader x."""
     i, j, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C)
@@ -332,11 +318,11 @@ def through_pairs(
 
 @jit
 def key_gradient_kernel(
-    q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, N, LEVELS, R: tl.constexpr, HEADS: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, DECAY: tl.constexpr, ERASE: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr,
+    q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, N, LEVELS, R: constexpr, HEADS: constexpr,
+    K: constexpr, V: constexpr, DECAY: constexpr, ERASE: constexpr, C: constexpr, BK: constexpr,
+    BV: constexpr, PREC: constexpr, EXACT: constexpr,
 ):  # fmt: skip
-    """(18), (19) and the j = i part of (17). One program a chunk, memory and block of BK channels; no atomics."""
+    """(18), (19) and j = i in (17). One program a chunk, memory and block of BK channels; no atomics."""
     index, k0 = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK
     row, n, c, zero = index // N, index % N, tl.arange(0, C), tl.arange(0, 1)
     t0 = n * C
@@ -344,12 +330,10 @@ def key_gradient_kernel(
     dK, dG = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     kept = tl.zeros([BK], tl.float32)
     for v0 in range(0, V, BV):
-        at, inside = state_tile(ds_out, index, k0, K, v0, V, BK, BV)
-        dS = tl.load(at, mask=inside, other=0.0)
+        dS = load_state(ds_out, index, k0, K, v0, V, BK, BV)
         dK += tl.dot(load(u, row, HEADS, t0, T, v0, V, C, BV), tl.trans(dS), input_precision=PREC)
         if DECAY:
-            at, inside = state_tile(s_in, index, k0, K, v0, V, BK, BV)
-            kept += tl.sum(dS * tl.load(at, mask=inside, other=0.0), 1)
+            kept += tl.sum(dS * load_state(s_in, index, k0, K, v0, V, BK, BV), 1)
     if DECAY:
         dK *= decay(G, row, HEADS, N, t0, c + 1, zero + C, k0, K, C, BK)
         left_chunk = bk * dK
@@ -387,14 +371,14 @@ KERNELS = (
 
 
 def plan(
-    R: int, HEADS: int, K: int, V: int, T: int, chunk: int, decay: bool, erase: bool, exact: bool
+    R: int, HEADS: int, K: int, V: int, T: int, chunk: int, DECAY: bool, ERASE: bool, exact: bool
 ) -> dict:
-    """Sizes, flags and precisions of all kernels: tiles [C, BK] and [C, BV]; a walk's program holds [WK, WV] of S."""
+    """What all kernels are compiled for. Tiles are [C, BK] and [C, BV]; a walk holds [WK, WV] of a state."""
     C = max(16, min(chunk, 1 << (T - 1).bit_length(), 64 if K <= 128 else 32))  # tl.dot wants 16 or more
     WK, WV = (max(16, 1 << (d - 1).bit_length()) for d in (K, V))
     precision = dict(PREC="ieee", EXACT="ieee") if exact else dict(PREC="tf32", EXACT="tf32x3")
     sizes = dict(R=R, HEADS=HEADS, K=K, V=V, C=C, BK=min(32, WK), BV=min(32, WV), WK=WK, WV=min(16, WV))
-    return dict(sizes, DECAY=decay, ERASE=erase, **precision)
+    return dict(sizes, DECAY=DECAY, ERASE=ERASE, **precision)
 
 
 def launch(kernel, grid: tuple, *args, **constants) -> None:
@@ -410,52 +394,23 @@ class ChunkedDelta(torch.autograd.Function):
         """What forward and backward both need: (8)-(10) and (12)."""
         (B, T, G, K), V, C, R = k.shape, v.shape[-1], m["C"], m["R"]
         N, new = -(-T // C), functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-        sums, x, q_in, e_in, k_out = (
-            None,
-            None,
+        sums = x = None
+        q_in, e_in, k_out = (
             q,
             e,
             k,
-        )  # undecayed, the readers are themselves anywhere in a chunk
+        )  # without decay, readers and keys look the same from everywhere in a chunk
         if g is not None:
             sums = F.pad(g.double(), (0, 0, 0, 0, 1, N * C - T)).cumsum(1)
             q_in, k_out, e_in = new(q.shape), new(k.shape), None if e is None else new(e.shape)
         p, u, s_in, s_end = new(B * G * R, N, C, C), new(v.shape), new(B * G, N, K, V), new(s0.shape)
         levels = C.bit_length() - 1
-        launch(
-            products_kernel,
-            (B * G * R * N,),
-            q,
-            k,
-            sums,
-            p,
-            q_in,
-            k_out,
-            T,
-            N,
-            levels,
-            R_X=R,
-            INVERT=False,
-            **m,
-        )
+        args = q, k, sums, p, q_in, k_out, T, N, levels
+        launch(products_kernel, (B * G * R * N,), *args, R_X=R, INVERT=False, **m)
         if e is not None:
             x = new(B * G, N, C, C)
-            launch(
-                products_kernel,
-                (B * G * N,),
-                e,
-                k,
-                sums,
-                x,
-                e_in,
-                k_out,
-                T,
-                N,
-                levels,
-                R_X=1,
-                INVERT=True,
-                **m,
-            )
+            args = e, k, sums, x, e_in, k_out, T, N, levels
+            launch(products_kernel, (B * G * N,), *args, R_X=1, INVERT=True, **m)
         launch(walk_kernel, (B * G, -(-V // m["WV"])), e_in, k_out, v, sums, x, s0, u, s_in, s_end, T, N, **m)
         return N, levels, sums, q_in, e_in, k_out, p, x, u, s_in, s_end
 
@@ -480,10 +435,9 @@ class ChunkedDelta(torch.autograd.Function):
         launch(read_back_kernel, (B * G * N, -(-V // m["BV"])), p, do, du, T, N, **m)
         walk_args = q_in, e_in, k_out, sums, x, do, du, ds_end, dr, ds_out, ds0, T, N
         launch(walk_back_kernel, (B * G, -(-V // m["WV"])), *walk_args, **m)
-        dq, de, dk, dg = (
-            None if z is None else torch.empty_like(z, dtype=torch.float32) for z in (q, e, k, g)
+        dq, de, dk, dg, dn = (
+            None if z is None else torch.empty_like(z, dtype=u.dtype) for z in (q, e, k, g, x)
         )
-        dn = None if e is None else torch.empty_like(x)
         for readers, y, dm, dx in ((R, do, dp, dq), (1, dr, dn, de)):
             if dx is not None:
                 args = k, sums, y, u, s_in, dm, dx, T, N, levels
@@ -545,8 +499,8 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Equation (1): arguments and results of `recurrent`, in the way that impl names.
 
-    auto takes triton for CUDA tensors and chunked otherwise, and one token at a time is cheapest as the recurrence.
-    Only a missing GPU or a missing Triton changes the choice, no error does. LINEAR_ATTN_VERBOSE=1 prints it once."""
+    auto: triton for CUDA tensors, else chunked; there a single token goes through the cheaper recurrence. Only a
+    missing GPU or Triton changes the choice, no error does. LINEAR_ATTN_VERBOSE=1 prints each choice once."""
     why = "as asked"
     if impl == "auto":
         if q_bthk.is_cuda and triton is not None:
@@ -604,69 +558,56 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def seconds(fn: Callable, args: list, backward: bool) -> float:
-    """Best CPU time of up to 3 runs within 3 s; on a GPU tests/gpu_check.py measures."""
-    best = spent = 1e9
-    for run in range(3):
-        if run and spent > 3:
-            break
-        leaves = [None if z is None else z.detach().requires_grad_(backward) for z in args]
+    """Best CPU time of two runs, one if it takes 3 s. (GPU times: tests/gpu_check.py.)"""
+    leaves, best = [None if z is None else z.detach().requires_grad_(backward) for z in args], 1e9
+    for _ in range(2):
         start = time.process_time()
         out = fn(*leaves)
         if backward:
             out.sum().backward()
-        spent = time.process_time() - start
-        best = min(best, spent)
+        best = min(best, time.process_time() - start)
+        if best > 3:
+            break
     return best
 
 
 def main() -> None:
-    """The two tables; --json FILE keeps them."""
+    """Check and time what this machine can run; --json FILE keeps the two tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--json")
     path = parser.parse_args().json
     torch.set_num_threads(1)
-    triton_runs = torch.cuda.is_available() or INTERPRETED
     device = "cuda" if torch.cuda.is_available() else "cpu"
     errors, times = [], []
-    print("largest relative error of outputs and all gradients against float64 autograd through `recurrent`")
+    print("largest relative error of outputs and gradients against float64 autograd through `recurrent`")
     for rule in RULES:
-        for impl in ("chunked", "triton") if triton_runs else ("chunked",):
+        for impl in ("chunked", "triton") if device == "cuda" or INTERPRETED else ("chunked",):
             args = example(rule, device=device)
             got = gradients(functools.partial(linear_attention, impl=impl), args)
-            worst = max(map(relative_error, got, gradients(recurrent, args, torch.float64)))
-            errors.append(dict(rule=rule, impl=impl, error=worst))
-            print(f"  {rule:9s}{impl:9s}{worst:.1e}")
-    if not triton_runs:
-        print("  (triton needs a GPU, or TRITON_INTERPRET=1)")
-    print("\nCPU seconds on one core, batch 1, 8 heads of 64, float32, and how often chunked is faster")
-    print("                 T  recurrent  chunked  kda chunked     sdpa | recurrent/chunked  sdpa/chunked")
+            error = max(map(relative_error, got, gradients(recurrent, args, torch.float64)))
+            errors.append(dict(rule=rule, impl=impl, error=error))
+            print(f"  {rule:9s}{impl:9s}{error:.1e}")
+    print("CPU seconds on one core: batch 1, 8 heads of 64, float32, deltanet (second chunked column: kda)")
+    print("                     T  recurrent  chunked      kda     sdpa  recurrent/chunked  sdpa/chunked")
     for backward in (False, True):
         for T in (512, 1024, 2048, 4096, 8192):
             args, kda = (example(rule, T=T, H=8, G=8, K=64, V=64)[:6] for rule in ("deltanet", "kda"))
-            heads_first = [z.transpose(1, 2).contiguous() for z in args[:3]]
-            row = dict(backward=backward, T=T, recurrent=None)
-            if T <= (2048 if backward else 8192):  # its graph keeps every state: 4 GB at T = 8,192
-                row["recurrent"] = seconds(lambda *a: recurrent(*a)[0], args, backward)
-            row["chunked"] = seconds(lambda *a: chunked(*a)[0], args, backward)
-            row["kda_chunked"] = seconds(lambda *a: chunked(*a)[0], kda, backward)
-            row["sdpa"] = seconds(
-                lambda *a: F.scaled_dot_product_attention(*a, is_causal=True), heads_first, backward
-            )
-            times.append(row)
-            loop, ratio = "not run", ""
-            if row["recurrent"]:
-                loop, ratio = f"{row['recurrent']:.2f}", f"{row['recurrent'] / row['chunked']:.1f}"
-            name = "forward+backward" if backward else "forward"
-            print(
-                f"{name:16s}{T:5d}{loop:>8s}{row['chunked']:10.3f}{row['kda_chunked']:10.3f}{row['sdpa']:12.3f}"
-                f"{ratio:>14s}{row['sdpa'] / row['chunked']:18.2f}"
-            )
+            qkv = [z.transpose(1, 2).contiguous() for z in args[:3]]
+            loop = None
+            if T <= (2048 if backward else 8192):  # autograd keeps every state: gigabytes, and minutes
+                loop = seconds(lambda *a: recurrent(*a)[0], args, backward)
+            fast, channel = (seconds(lambda *a: chunked(*a)[0], a, backward) for a in (args, kda))
+            sdpa = seconds(lambda *a: F.scaled_dot_product_attention(*a, is_causal=True), qkv, backward)
+            times.append(dict(backward=backward, T=T, recurrent=loop, chunked=fast, kda=channel, sdpa=sdpa))
+            first, ratio = ("not run", "") if loop is None else (f"{loop:.3f}", f"{loop / fast:.1f}")
+            print(f"{'forward' + '+backward' * backward:16s}{T:6d}{first:>11s}", end="")
+            print(f"{fast:9.3f}{channel:9.3f}{sdpa:9.3f}{ratio:>19s}{sdpa / fast:14.2f}", flush=True)
     if path:
-        versions = dict(torch=torch.__version__, triton=getattr(triton, "__version__", None))
         machine = f"{platform.machine()}, {os.cpu_count()} cores, one thread"
-        result = dict(machine=machine, date=time.strftime("%Y-%m-%d"), **versions, errors=errors, times=times)
+        facts = dict(machine=machine, date=time.strftime("%Y-%m-%d"), torch=torch.__version__)
+        facts["triton"] = getattr(triton, "__version__", None)
         with open(path + ".new", "w") as file:
-            json.dump(result, file, indent=1)
+            json.dump(dict(facts, errors=errors, times=times), file, indent=1)
         os.replace(path + ".new", path)
 
 

@@ -34,8 +34,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ---------------------------------------------------------------------------- registries
-
 
 def register(table: dict, name: str) -> Callable:
     """Decorator that files a class or function under `name`. Every seam of this repository is such a dict."""
@@ -483,8 +481,7 @@ def softmax_jacobian(p_t: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def running_mean(x_bthk: Tensor) -> Tensor:
-    steps = torch.arange(1, x_bthk.shape[1] + 1, device=x_bthk.device, dtype=x_bthk.dtype)
-    return x_bthk.cumsum(1) / steps[:, None, None]
+    return x_bthk.cumsum(1) / torch.arange(1, x_bthk.shape[1] + 1).to(x_bthk)[:, None, None]
 
 
 def key_concentration(k_bthk: Tensor) -> Tensor:
