@@ -1,25 +1,26 @@
 """The three interventions, and the layer that composes them with a memory.
 
-What you will learn here: which tokens stay exact, where all the others go, and how the two answers become
-one.
+What you will learn here: which tokens stay exact, where the others go, how the two answers become one.
     1. sink tokens           the first `sinks` tokens stay exact for ever (much of softmax's mass is there)
-    2. short convolutions    q, k, v of the memory see a few neighbours, as a softmax layer's neighbours do
-    3. fixed-budget routing  of all other tokens a fixed number stays exact; here the newest: a sliding window
-`LinearizeConfig` says all of it, `LinearizedAttention` does it, and a merge (`MERGES`) makes one answer of
-two. On a first reading skip the body of `exact_attention`: it is softmax over a band, cut into blocks.
+    2. short convolutions    the memory's q, k, v see a few neighbours
+    3. fixed-budget routing  of all others a fixed number stays exact: the newest (a window) and `budget` more
+                             that a router chooses, by recency or content (`ROUTERS`)
+`LinearizeConfig` says all of it, `LinearizedAttention` does it, and a merge (`MERGES`) makes one answer of two.
+Skip `exact_attention` (softmax over a band, in blocks) and `LinearizedAttention.routed` on a first reading.
 
-Every token is at any time in exactly one place. With s sinks and a window of w, query t (from 0) sees
+Every token is at any time in exactly one place. With s sinks and the newest w exact, query t (from 0) sees
     (6)  exact:   tokens 0..s-1  and  t-w+1..t          softmax as the frozen model computes it
     (7)  memory:  tokens s..t-w                         the state of equation (1) of linear_attn.py
-Token t-w leaves the window at step t and is written to the memory in that same step. So the memory's part
-is the unchanged recurrence on keys and values shifted by w, with g = b = w = 0 for the sinks. For T <= s +
-w the memory is empty and the layer is the teacher's, to rounding.
+Token t-w leaves the window at step t and is written to the memory in the same step: the memory's part is the
+unchanged recurrence on keys and values shifted by w, without the sinks. For T <= s + w the memory is empty and
+the layer is the teacher's, to rounding. A router by content replaces "the newest" by its choice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ from kernels import linear_attention
 from linear_attn import FEATURES, RULES, lookup, register, working_dtype
 
 MERGES: dict[str, type[nn.Module]] = {}
-ROUTERS: dict[str, str] = {"recency": "the newest `budget` tokens that left the window: a longer window"}
+ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
+ASK_THE_MEMORY = ("error", "mix")  # routers that need one
 
 
 def option(default, help: str, choices=None, low=None, high=None, item=str):
@@ -44,15 +46,14 @@ def check_options(config) -> None:
     """Raise a ValueError with one clear line if a field is outside its choices or range."""
     for field in dataclasses.fields(config):
         value, m = getattr(config, field.name), field.metadata
+        low, high = m["low"], math.inf if m["high"] is None else m["high"]
         if m["choices"] is not None:
             lookup(dict.fromkeys(m["choices"]), value, field.name)
         elif isinstance(field.default, (int, float)) and not isinstance(value, (int, float)):
             raise ValueError(f"{field.name} must be a number, got {value!r}")
-        elif (m["low"] is not None and not value >= m["low"]) or (
-            m["high"] is not None and not value <= m["high"]
-        ):
-            top = "" if m["high"] is None else f" and at most {m['high']}"
-            raise ValueError(f"{field.name} must be at least {m['low']}{top}, got {value}")
+        elif low is not None and not low <= value <= high:
+            top = "" if m["high"] is None else f" and at most {high}"
+            raise ValueError(f"{field.name} must be at least {low}{top}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,13 @@ class LinearizeConfig:
 
     rule: str = option("gdn", "update rule of the memory", RULES)
     merge: str = option("lse", "how the exact part and the memory become one", MERGES)
-    router: str = option("recency", "which tokens keep a place in the exact budget", ROUTERS)
+    router: str = option("recency", "who of the tokens beyond the window stays exact", ROUTERS)
     sinks: int = option(4, "first tokens that stay exact for ever", low=0)
     window: int = option(128, "newest tokens that stay exact", low=0)
     budget: int = option(0, "further exact tokens, chosen by the router", low=0)
+    block: int = option(32, "tokens between two choices of a router by content", low=1)
     conv: int = option(0, "width of the short convolutions on the memory's q, k, v; 0: none", low=0, high=64)
-    conv_init: str = option(
-        "identity", "start of the convolutions: pass-through, or torch's default", ("identity", "default")
-    )
+    conv_init: str = option("identity", "start of the convolutions", ("identity", "default"))
     features: str = option("silu", "feature map of the memory's q and k", FEATURES)
     feature_dim: int = option(0, "feature dimension; 0: the head dimension", low=0, high=4096)
     memory_per: str = option("kv", "one memory per kv head or per query head", ("kv", "query"))
@@ -77,104 +77,117 @@ class LinearizeConfig:
     beta_bias: float = option(-2.0, "write strength at the start, before the sigmoid", low=-20, high=20)
     decay_bias: float = option(6.0, "decay at the start, before the sigmoid", low=-20, high=20)
     chunk: int = option(64, "tokens per chunk of the memory's kernel", (16, 32, 64, 128, 256))
-    impl: str = option("auto", "implementation of the recurrence", ("auto", "recurrent", "chunked", "triton"))
+    impl: str = option("auto", "code of the recurrence", ("auto", "recurrent", "chunked", "triton"))
 
     def __post_init__(self):
         check_options(self)
+        if self.router == "recency":
+            return
+        if self.window < self.block or self.window % self.block:
+            want = f"window must be a multiple of block {self.block}, got {self.window}"
+            raise ValueError(f"router {self.router}: {want}")
+        if self.moments == "full":
+            raise ValueError(f"router {self.router}: moments must be diag or mean, got full")
+        if self.router in ASK_THE_MEMORY and not MERGES[self.merge].uses_memory:
+            raise ValueError(f"router {self.router} asks the memory, and merge {self.merge} has none")
 
     @property
     def reach(self) -> int:
-        """Newest tokens that stay exact: under recency the routed tokens are simply the next-newest ones."""
+        """Newest exact tokens under recency: the routed ones are simply the next-newest."""
         return self.window + self.budget
 
     @property
     def exact_pairs(self) -> int:
+        """The most key-value pairs that a query ever sees exactly, per kv head."""
         return self.sinks + self.reach
 
 
 # ----------------------------------------------------------------------------- exact: sinks and window
 
 
-def exact_attention(
-    q_bthk: Tensor,
-    k_btgk: Tensor,
-    v_btgv: Tensor,
-    sinks: int,
-    window: int,
-    scale: float,
-    softcap: float | None = None,
-    block: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """Softmax over (6): (o (B,T,H,V), log-sum-exp of its scores (B,T,H)), in linear time.
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None):
+    """Softmax attention over one set of keys: q (..., G, R, C, K), k (..., G, L, K), v (..., G, L, V).
 
-    q (B,T,H,K), k (B,T,G,K), v (B,T,G,V). Queries go in blocks: a block of C queries needs the window-1+C
-    keys that end with it. Scores, cap and softmax as Hugging Face's eager attention has them: products in
-    the model's dtype, softmax in float32. An empty exact set (s = w = 0) gives o = 0 and log-sum-exp -inf.
+    visible (..., 1 or G, C, L) -> o (..., G, R, C, V), log-sum-exp (..., G, R, C), p (..., G, R, C, L). As
+    Hugging Face's eager attention does it: products in the model's dtype, softmax in float32.
+    """
+    R, C = q.shape[-3:-1]
+    score = (q.flatten(-3, -2) @ k.mT).unflatten(-2, (R, C))
+    score = score.to(working_dtype(score)) * scale
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
+    lse = score.logsumexp(-1)
+    p = (score - lse[..., None]).exp()
+    return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), lse, p
+
+
+def exact_attention(
+    q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, sinks: int, window: int, scale: float,
+    softcap: float | None = None, block: int = 64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax over (6), in linear time: (o (B,T,H,V), log-sum-exp of its scores (B,T,H)).
+
+    Queries go in blocks: a block of C queries needs the window-1+C keys that end with it. An empty exact set
+    (s = w = 0) gives o = 0 and log-sum-exp -inf.
     """
     B, T, H, _ = q_bthk.shape
-    G, V, device = k_btgk.shape[2], v_btgv.shape[-1], q_bthk.device
-    C, L = min(block, T), window - 1 + min(block, T)
-    N = -(-T // C)
-    q_bnchk = F.pad(q_bthk, (0, 0, 0, 0, 0, N * C - T)).unflatten(1, (N, C))
-    q_bngxk = (
-        q_bnchk.unflatten(3, (G, H // G)).permute(0, 1, 3, 4, 2, 5).flatten(3, 4)
-    )  # x: r and c in one product
-    at_nc1 = torch.arange(N * C, device=device).view(N, C, 1)
-    scores, visible, values = [], [], []
-    if sinks:  # a sink is visible from its own position on
-        sink_k, sink_v = k_btgk[:, :sinks], v_btgv[:, :sinks]
-        scores.append(q_bngxk @ sink_k.permute(0, 2, 3, 1)[:, None])
-        visible.append(torch.arange(sink_k.shape[1], device=device) <= at_nc1)
-        values.append(sink_v.transpose(1, 2)[:, None])
-    if window:
-        around = (0, 0, 0, 0, window - 1, N * C - T)
-        scores.append(q_bngxk @ F.pad(k_btgk, around).unfold(1, L, C))
-        values.append(F.pad(v_btgv, around).unfold(1, L, C).mT)
-        age_cl = torch.arange(C, device=device)[:, None] + window - 1 - torch.arange(L, device=device)
-        visible.append(
-            (age_cl >= 0) & (age_cl < window) & (at_nc1 - age_cl >= sinks)
-        )  # sinks do not count twice
-    if not scores:
+    G, V, device, C = k_btgk.shape[2], v_btgv.shape[-1], q_bthk.device, min(block, T)
+    if sinks == window == 0:
         nothing = q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
         return v_btgv.new_zeros(B, T, H, V), nothing
-    score_bngxl = torch.cat(scores, -1)
-    score_bngrcl = score_bngxl.to(working_dtype(score_bngxl)).unflatten(3, (-1, C)) * scale
-    if softcap is not None:
-        score_bngrcl = torch.tanh(score_bngrcl / softcap) * softcap
-    score_bngrcl = score_bngrcl.masked_fill(~torch.cat(visible, -1)[:, None, None], -torch.inf)
-    lse_bngrc = score_bngrcl.logsumexp(-1)
-    p_bngxl = (score_bngrcl - lse_bngrc[..., None]).exp().to(v_btgv.dtype).flatten(3, 4)
-    o_bngxv = sum(p @ v for p, v in zip(p_bngxl.split([v.shape[-2] for v in values], -1), values))
-    o_bthv = o_bngxv.unflatten(3, (-1, C)).permute(0, 1, 4, 2, 3, 5).reshape(B, N * C, H, V)[:, :T]
-    return o_bthv, lse_bngrc.permute(0, 1, 4, 2, 3).reshape(B, N * C, H)[:, :T]
+    N, L = -(-T // C), window - 1 + C
+    q_bnchk = F.pad(q_bthk, (0, 0, 0, 0, 0, N * C - T)).unflatten(1, (N, C))
+    at_nc1 = torch.arange(N * C, device=device).view(N, C, 1)
+    keys, values, visible = [], [], []
+    if sinks:  # a sink is visible from its own position on
+        for x, parts in ((k_btgk, keys), (v_btgv, values)):
+            parts.append(x[:, :sinks].transpose(1, 2)[:, None].expand(-1, N, -1, -1, -1))
+        visible.append(torch.arange(min(sinks, T), device=device) <= at_nc1)
+    if window:
+        for x, parts in ((k_btgk, keys), (v_btgv, values)):
+            parts.append(F.pad(x, (0, 0, 0, 0, window - 1, N * C - T)).unfold(1, L, C).mT)
+        age_cl = torch.arange(C, device=device)[:, None] + window - 1 - torch.arange(L, device=device)
+        visible.append((age_cl >= 0) & (age_cl < window) & (at_nc1 - age_cl >= sinks))  # sinks count once
+    q_bngrck = q_bnchk.unflatten(3, (G, H // G)).permute(0, 1, 3, 4, 2, 5)
+    seen_n1cl = torch.cat(visible, -1)[:, None]
+    o, lse, _ = attend(q_bngrck, torch.cat(keys, -2), torch.cat(values, -2), seen_n1cl, scale, softcap)
+    o_bthv = o.permute(0, 1, 4, 2, 3, 5).reshape(B, N * C, H, V)[:, :T]
+    return o_bthv, lse.permute(0, 1, 4, 2, 3).reshape(B, N * C, H)[:, :T]
+
+
+# ----------------------------------------------------------------------------- what the memory absorbed
+
+
+def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, offset: Tensor, square) -> dict[str, Tensor]:
+    """What (9) needs: count, q.mu, q^T Sigma q (B,T,H), from the mean `offset` and mean square of k - origin.
+
+    Second moments are taken around one key: Qwen's keys have biases of 100 and more, and E[k^2] - mu^2 would
+    lose every digit of a variance of 1 in float32. Shapes (B, T or 1, G, K); `square` None: no Sigma.
+    """
+    q_btgrk = q_bthk.to(working_dtype(q_bthk)).unflatten(2, (offset.shape[2], -1))
+    q_mean = torch.einsum("btgrk,btgk->btgr", q_btgrk, origin + offset).flatten(2)
+    moments = {"count": count, "q_mean": q_mean}
+    if square is not None:
+        variance = square - offset.square()
+        moments["q_cov_q"] = torch.einsum("btgrk,btgk->btgr", q_btgrk.square(), variance).flatten(2)
+    return moments
 
 
 def running_moments(q_bthk: Tensor, k_btgk: Tensor, kind: str) -> dict[str, Tensor]:
-    """What (9) needs of k_1..k_t at every t: count (1,T); q.mu and, unless "mean", q^T Sigma q: (B,T,H).
-
-    "diag" keeps a mean and a variance per channel: 2K numbers. "full" keeps K x K: q^T (sum k k^T) q is
-    equation (1) with v = k, read by q. Second moments are taken around the first key: Qwen's keys have
-    biases of 100 and more, and E[k^2] - mu^2 would lose every digit of a variance of 1.
-    """
+    """The moments of k_1..k_t for every q_t. "mean": no Sigma; "diag": a variance per channel, 2K numbers a head;
+    "full": K x K, where q^T (sum k k^T) q is equation (1) with v = k, read by q."""
     dtype = working_dtype(q_bthk)
     q, k, G = q_bthk.to(dtype), k_btgk.to(dtype), k_btgk.shape[2]
     count = torch.arange(1, k.shape[1] + 1, device=k.device, dtype=dtype)[None]
-    q_btgrk, origin = q.unflatten(2, (G, -1)), k[:, :1]
-    offset_btgk = (k - origin).cumsum(1) / count[..., None, None]  # mu - origin
-
-    def dot(x_btgk: Tensor) -> Tensor:
-        return torch.einsum("btgrk,btgk->btgr", q_btgrk, x_btgk)
-
-    moments = {"count": count, "q_mean": dot(origin + offset_btgk).flatten(2)}
-    if kind == "diag":
-        variance = (k - origin).square().cumsum(1) / count[..., None, None] - offset_btgk.square()
-        moments["q_cov_q"] = torch.einsum("btgrk,btgk->btgr", q_btgrk.square(), variance).flatten(2)
-    elif kind == "full":
-        second = (
-            linear_attention(q, k - origin, k - origin)[0].unflatten(2, (G, -1))
-            / count[..., None, None, None]
-        )
-        moments["q_cov_q"] = ((second * q_btgrk).sum(-1) - dot(offset_btgk).square()).flatten(2)
+    origin, shifted = k[:, :1], k - k[:, :1]
+    offset = shifted.cumsum(1) / count[..., None, None]
+    square = shifted.square().cumsum(1) / count[..., None, None] if kind == "diag" else None
+    moments = query_moments(q, count, origin, offset, square)
+    if kind == "full":
+        second = (linear_attention(q, shifted, shifted)[0] * q).sum(-1) / count[..., None]
+        mean = torch.einsum("btgrk,btgk->btgr", q.unflatten(2, (G, -1)), offset).flatten(2)
+        moments["q_cov_q"] = second - mean.square()
     return moments
 
 
@@ -267,88 +280,185 @@ class LseMerge(nn.Module):
         return (m_bth1 * o_exact + (1 - m_bth1) * self.gain[:, None] * read).to(o_exact.dtype)
 
 
+# ----------------------------------------------------------------------------- routers
+
+
+@dataclass
+class Pool:
+    """What a router sees when it keeps `budget` of P tokens, per sequence and kv head: each (B,G,P)."""
+
+    position: Tensor
+    received: Tensor  # attention probability the exact branch gave the token, halved at every block
+    recall_error: Callable[[], Tensor]  # ||v - what the memory answers to k|| before the token is written
+    budget: int
+
+
+@register(ROUTERS, "recency")
+def route_by_recency(pool: Pool) -> Tensor:
+    """The newest. A router returns scores (B,G,P); the `budget` highest stay exact, the rest is written."""
+    return pool.position.float()
+
+
+@register(ROUTERS, "mass")
+def route_by_mass(pool: Pool) -> Tensor:
+    """Who was attended to lately (H2O's heavy hitters, with decay)."""
+    return pool.received
+
+
+@register(ROUTERS, "error")
+def route_by_error(pool: Pool) -> Tensor:
+    """Whom the memory could not reproduce: finds a needle that nobody has asked for yet."""
+    return pool.recall_error()
+
+
+@register(ROUTERS, "mix")
+def route_by_mix(pool: Pool) -> Tensor:
+    """Half the budget by recall error, the other half by mass."""
+    surprising = pool.recall_error().topk(pool.budget // 2, -1).indices
+    return pool.received.scatter(-1, surprising, torch.inf)
+
+
+@register(ROUTERS, "random")
+def route_at_random(pool: Pool) -> Tensor:
+    """The control: a hash of the position, so that a run can be repeated and split anywhere."""
+    return (torch.sin(pool.position.double() * 12.9898) * 43758.5453).remainder(1)
+
+
+def take(x_bgt: Tensor | None, index_bgl: Tensor) -> Tensor | None:
+    """Tokens `index` of each head, from (B,G,T) or (B,G,T,K)."""
+    if x_bgt is None or x_bgt.dim() == 3:
+        return None if x_bgt is None else x_bgt.gather(2, index_bgl)
+    return x_bgt.gather(2, index_bgl[..., None].expand(-1, -1, -1, x_bgt.shape[-1]))
+
+
 # ----------------------------------------------------------------------------- the layer
 
 
 class LinearizedAttention(nn.Module):
     """Sinks and window exact, the rest in a constant-size memory, one answer. Holds only the new parameters.
 
-    forward takes what the frozen model computed: q (B,T,H,K), k (B,T,G,K), v (B,T,G,V) after RoPE, and the
-    layer's input hidden (B,T,D) for the gates; it returns (B,T,H,V) in v's dtype. Parameters and state are
-    float32.
+    forward takes what the frozen model computed, q (B,T,H,K), k (B,T,G,K), v (B,T,G,V) after RoPE, and the
+    layer's input hidden (B,T,D) for the gates; it returns (B,T,H,V) in v's dtype. All of its own is float32.
     """
 
-    def __init__(
-        self, config: LinearizeConfig, d_model: int, heads: int, kv_heads: int, key_dim: int, value_dim: int
-    ):
+    def __init__(self, config: LinearizeConfig, d_model: int, heads: int, kv_heads: int, key_dim, value_dim):
         super().__init__()
-        self.config, self.heads, self.kv_heads, self.key_dim, self.value_dim = (
-            config,
-            heads,
-            kv_heads,
-            key_dim,
-            value_dim,
-        )
-        self.merge = MERGES[config.merge](heads, key_dim)
-        self.rule, self.conv_q, self.conv_k, self.conv_v = None, None, None, None
+        c, self.config, self.heads, self.kv_heads = config, config, heads, kv_heads
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.merge = MERGES[c.merge](heads, key_dim)
+        self.rule = self.conv_q = self.conv_k = self.conv_v = None
         if not self.merge.uses_memory:
             return
-        self.rule = RULES[config.rule](
-            d_model,
-            heads,
-            heads if config.memory_per == "query" else kv_heads,
-            key_dim,
-            features=config.features,
-            feature_dim=config.feature_dim,
-            rank=config.rank,
-            beta_bias=config.beta_bias,
-            decay_bias=config.decay_bias,
-        )
-        if config.conv:
-            self.conv_q = ShortConv(config.conv, heads, key_dim, config.conv_init)
-            self.conv_k = ShortConv(config.conv, kv_heads, key_dim, config.conv_init)
-            self.conv_v = ShortConv(config.conv, kv_heads, value_dim, config.conv_init)
+        self.rule = RULES[c.rule](
+            d_model, heads, heads if c.memory_per == "query" else kv_heads, key_dim, features=c.features,
+            feature_dim=c.feature_dim, rank=c.rank, beta_bias=c.beta_bias, decay_bias=c.decay_bias,
+        )  # fmt: skip
+        if c.conv:
+            self.conv_q = ShortConv(c.conv, heads, key_dim, c.conv_init)
+            self.conv_k = ShortConv(c.conv, kv_heads, key_dim, c.conv_init)
+            self.conv_v = ShortConv(c.conv, kv_heads, value_dim, c.conv_init)
 
-    def forward(
-        self,
-        q_bthk: Tensor,
-        k_btgk: Tensor,
-        v_btgv: Tensor,
-        hidden_btd: Tensor,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def forward(self, q_bthk, k_btgk, v_btgv, hidden_btd, scale=None, softcap: float | None = None) -> Tensor:
         """A whole sequence at once. `scale` defaults to 1/sqrt(K); `softcap` as in Gemma 2."""
-        c, T = self.config, q_bthk.shape[1]
-        scale = self.key_dim**-0.5 if scale is None else scale
+        c, T, scale = self.config, q_bthk.shape[1], self.key_dim**-0.5 if scale is None else scale
+        if c.router != "recency":
+            return self.routed(q_bthk, k_btgk, v_btgv, hidden_btd, scale, softcap)
         o_exact, lse_exact = exact_attention(q_bthk, k_btgk, v_btgv, c.sinks, c.reach, scale, softcap)
         if not self.merge.uses_memory or T <= c.exact_pairs:
             return o_exact
         read, moments = self.memory(q_bthk, k_btgk, v_btgv, hidden_btd)
-        start = (
-            c.exact_pairs
-        )  # the first query with something in the memory; before it the layer is the teacher
+        start = c.exact_pairs  # the first query with something in the memory; before it, the teacher
         merged = self.merge(o_exact[:, start:], lse_exact[:, start:], read, q_bthk[:, start:], moments, scale)
         return torch.cat([o_exact[:, :start], merged], 1)
+
+    def convolved(self, q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as the memory sees them."""
+        if self.conv_q is None:
+            return q_bthk, k_btgk, v_btgv
+        return self.conv_q(q_bthk), self.conv_k(k_btgk), self.conv_v(v_btgv)
 
     def memory(self, q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, hidden_btd: Tensor):
         """(7) for queries t = s+w..T-1: token t-w is written, q_t reads. (read (B,T-s-w,H,V), moments)."""
         c, T = self.config, q_bthk.shape[1]
         written, reading = slice(c.sinks, T - c.reach), slice(c.exact_pairs, T)
-        q, k, v = q_bthk, k_btgk, v_btgv
-        if c.conv:
-            q, k, v = self.conv_q(q), self.conv_k(k), self.conv_v(v)
-        code_bte = self.rule.encode(hidden_btd[:, written])
-        k_in, v_in, log_decay, erase, write = self.rule.writes(code_bte, k[:, written], v[:, written])
-        q_in = self.rule.queries(q[:, reading])
-        o, _ = linear_attention(q_in, k_in, v_in, log_decay, erase, write, chunk=c.chunk, impl=c.impl)
-        read = self.rule.read(o)
-        if not self.merge.uses_moments:
-            return read, None
-        moments = running_moments(q_bthk[:, reading], k_btgk[:, written], c.moments)
-        if self.rule.sums:  # a sum of values, where the lse merge needs an average
-            read = read / moments["count"][..., None, None]
-        return read, moments
+        q, k, v = self.convolved(q_bthk, k_btgk, v_btgv)
+        writes = self.rule.writes(self.rule.encode(hidden_btd[:, written]), k[:, written], v[:, written])
+        o, _ = linear_attention(self.rule.queries(q[:, reading]), *writes, chunk=c.chunk, impl=c.impl)
+        moments = None
+        if self.merge.uses_moments:
+            moments = running_moments(q_bthk[:, reading], k_btgk[:, written], c.moments)
+        return self.answer(o, moments), moments
+
+    def answer(self, o_bthv: Tensor, moments: dict[str, Tensor] | None) -> Tensor:
+        """The memory's read from o = S^T q. A merge with moments wants an average of values, not a sum."""
+        read = self.rule.read(o_bthv)
+        return read / moments["count"][..., None, None] if moments and self.rule.sums else read
+
+    def routed(self, q_bthk, k_btgk, v_btgv, hidden_btd, scale: float, softcap: float | None) -> Tensor:
+        """Blocks of queries; after each the router says who of the pool stays exact, and the rest is written.
+
+        A query in the block from t0 on sees the sinks, `budget` routed tokens per kv head, and the window from
+        t0 + block - window on: never more than sinks + budget + window pairs. The pool is the routed tokens and
+        the block that leaves the window. Every token is in one place, none is dropped or written twice. The
+        choice carries no gradient and looks only backward.
+        """
+        c, (B, T, H, _), G = self.config, q_bthk.shape, self.kv_heads
+        k_bgtk, v_bgtv = k_btgk.transpose(1, 2), v_btgv.transpose(1, 2)
+        position = torch.arange(T, device=q_bthk.device)
+        received = torch.zeros(B, G, T, device=q_bthk.device)
+        routed = position[:0].expand(B, G, 0)
+        if uses_memory := self.merge.uses_memory:
+            q, k, v = self.convolved(q_bthk, k_btgk, v_btgv)
+            q_in, writes = self.rule.queries(q), self.rule.writes(self.rule.encode(hidden_btd), k, v)
+            writes = [None if x is None else x.transpose(1, 2) for x in writes]
+            each = self.rule.memory_heads // G  # memories per kv head
+            S, count = q_in.new_zeros(B, G * each, q_in.shape[-1], writes[1].shape[-1]), 0
+            origin = k_bgtk[:, :, :1].to(working_dtype(k_bgtk))
+            total = square = torch.zeros_like(origin)
+
+        def recall_error() -> Tensor:
+            key, value = (take(x, pool.repeat_interleave(each, 1)) for x in writes[:2])
+            read = self.rule.read(key @ S) / (max(count, 1) if self.rule.sums else 1)
+            return (value[..., : self.value_dim] - read).norm(dim=-1).unflatten(1, (G, each)).mean(2)
+
+        outputs = []
+        for t0 in range(0, T, c.block):
+            t1, oldest = min(t0 + c.block, T), max(t0 + c.block - c.window, c.sinks)
+            window = position[oldest:t1].expand(B, G, -1)
+            seen = torch.cat([position[: min(c.sinks, t1)].expand(B, G, -1), routed, window], -1)
+            visible = seen[:, :, None] <= position[t0:t1, None]
+            q_now = q_bthk[:, t0:t1]
+            q_bgrck = q_now.unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4)
+            o, lse, p = attend(q_bgrck, take(k_bgtk, seen), take(v_bgtv, seen), visible, scale, softcap)
+            out, lse = o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+            received = (received * 0.5).scatter_add(2, seen, p.detach().to(received).sum((2, 3)))
+            if uses_memory and count:
+                moments = None
+                if self.merge.uses_moments:
+                    about = (x.transpose(1, 2) for x in (origin, total / count, square / count))
+                    moments = query_moments(q_now, S.new_full((1, 1), count), *about)
+                    if c.moments == "mean":
+                        del moments["q_cov_q"]
+                o_memory = torch.einsum("bcgrk,bgkv->bcgrv", q_in[:, t0:t1].unflatten(2, (G * each, -1)), S)
+                out = self.merge(out, lse, self.answer(o_memory.flatten(2, 3), moments), q_now, moments, scale)
+            outputs.append(out)
+            left = position[oldest : max(oldest, t0 + 2 * c.block - c.window)]
+            pool = torch.cat([routed, left.expand(B, G, -1)], -1)
+            routed, evicted = pool, None
+            if pool.shape[-1] > c.budget:
+                with torch.no_grad():
+                    score = ROUTERS[c.router](Pool(pool, received.gather(2, pool), recall_error, c.budget))
+                order = score.argsort(dim=-1, descending=True, stable=True)
+                parts = order.tensor_split([c.budget], -1)
+                routed, evicted = (pool.gather(2, part).sort(-1).values for part in parts)
+            if uses_memory and evicted is not None:  # written in position order
+                shifted = take(k_bgtk, evicted).to(S.dtype) - origin
+                total, square = total + shifted.sum(2, True), square + shifted.square().sum(2, True)
+                args = [take(x, evicted.repeat_interleave(each, 1)) for x in writes]
+                args = [None if x is None else x.transpose(1, 2) for x in args]
+                _, S = linear_attention(args[0], *args, S, chunk=c.chunk, impl=c.impl)
+                count += evicted.shape[-1]
+        return torch.cat(outputs, 1)
 
     def memory_bytes(self, itemsize: int) -> int:
         """Bytes per sequence beside the exact pairs: state, moments, convolution tails, waiting gates."""
@@ -359,13 +469,10 @@ class LinearizedAttention(nn.Module):
         if self.merge.uses_moments:
             per_head = {"mean": 1, "diag": 2, "full": 1 + self.key_dim}[c.moments] * self.key_dim
             floats += 1 + self.kv_heads * per_head
-        gates = (
-            sum(getattr(rule, name).shape[1] for name in ("W_1", "W_beta") if hasattr(rule, name)) * c.reach
-        )
-        tail = max(c.conv - 1, 0) * (
-            self.heads * self.key_dim + self.kv_heads * (self.key_dim + self.value_dim)
-        )
-        return 4 * (floats + gates) + itemsize * tail
+        gates = sum(getattr(rule, name).shape[1] for name in ("W_1", "W_beta") if hasattr(rule, name))
+        per_token = self.heads * self.key_dim + self.kv_heads * (self.key_dim + self.value_dim)
+        tail = max(c.conv - 1, 0) * per_token
+        return 4 * (floats + gates * c.reach) + itemsize * tail
 
 
 # ----------------------------------------------------------------------------- what transformers calls

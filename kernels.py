@@ -4,10 +4,10 @@ What you will learn here (read linear_attn.py first; its equations (1)-(5) go on
   1. How (1) becomes a few matrix products a chunk and one short loop over chunks: (6)-(12).
   2. How to differentiate that by hand: (13)-(19).
   3. The kernels, each citing its equations. They are tested against `recurrent`, the naive loop.
-`python kernels.py` checks and times what this machine can run; TRITON_INTERPRET=1 runs kernels without a GPU.
+`python kernels.py` checks and times what this machine can run, the kernels too with TRITON_INTERPRET=1.
 
-Forward. With the erase key e_t = b_t k_t, the value x_t = w_t v_t (both made in PyTorch: autograd takes care of
-b and w) and D_t = Diag(exp g_t), a per-head g_t being repeated over channels, (1) is
+Forward. With the erase key e_t = b_t k_t, the value x_t = w_t v_t (made in PyTorch: autograd takes care of b
+and w) and D_t = Diag(exp g_t), a per-head g_t repeated over channels, (1) is
 
     (6)  u_t = x_t - S_{t-1}^T D_t e_t          S_t = D_t S_{t-1} + k_t u_t^T          o_t = S_t^T q_t
 
@@ -22,8 +22,8 @@ and what a reader i sees of a key j is one number: N for readers e (j < i), P fo
     (9)  exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)          j <= m < i, both factors <= 1
 
 A matrix product needs a factor of i times a factor of j. exp(G_i) exp(-G_j) overflows; a split at a border m
-between the two does not. If l is the highest bit in which the positions i and j differ, a border of blocks of 2^l
-tokens lies between them: log2(C) masked products, one a level l, give all pairs. G is kept in float64, so that
+between the two does not. If l is the highest bit in which the positions i and j differ, a border of blocks of
+2^l tokens lies between them: log2(C) masked products, one a level l, give all pairs. G is float64, so that
 -1000 next to -0.001 costs no digit of a difference. With Q_in = Q * exp G, E_in = E * exp G (decayed from the
 chunk's entry) and K_out = K * exp(G_C - G) (decayed to its exit):
 
@@ -31,11 +31,11 @@ chunk's entry) and K_out = K * exp(G_C - G) (decayed to its exit):
     (11) O = Q_in S + P U
     (12) S' = Diag(exp G_C) S + K_out^T U
 
-Only (10) and (12) are sequential. X comes from forward substitution; the product formula for nilpotent N explodes
-for equal keys with b = 1.
+Only (10) and (12) are sequential. X comes from forward substitution; the product formula for nilpotent N
+explodes for equal keys with b = 1.
 
-Backward, given dO and the exit state's gradient dS'. U enters (11), (12); R = x - E_in S and N enter (10), with
-d(X) = -X dN X:
+Backward, given dO and the exit state's gradient dS'. U enters (11), (12); R = x - E_in S and N enter (10),
+with d(X) = -X dN X:
 
     (13) dU = P^T dO + K_out dS'
     (14) dR = X^T dU          (= dx)
@@ -51,23 +51,19 @@ A reader z with output gradient y and M = P or N (q has y = dO; e has y = dR and
 
 The textbook's single sum of z dz - k dk subtracts terms of order one whose difference is exp(-20) if g = -20.
 
-Precision: tiles are float32. 16-bit inputs use tf32 products (3 bits more than bfloat16, no float16 overflow),
+Precision: tiles are float32. 16-bit inputs use tf32 products (3 bits above bfloat16, no float16 overflow),
 float32 inputs full float32 unless torch.set_float32_matmul_precision allows tf32. Only the inputs are saved.
 
-Hazards: `tl.trans` of a product that feeds a product was miscompiled on Hopper: go through memory. Interpreted
+Hazards: `tl.trans` of a product that feeds a product was miscompiled on Hopper: use memory. Interpreted
 bfloat16 products are wrong and stores truncate: here both are float32, and PyTorch rounds. Unrolled loops and
 run-time strides spill. Grid axis 1 ends at 65,535: what grows is on axis 0.
 
-A production kernel has bfloat16 operands, 16-token blocks for (8), a path for per-head decays and tuned tiles."""
+Production kernels have bfloat16 operands, 16-token blocks for (8), scalar decays, tuned tiles."""
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
-import platform
-import time
 from collections.abc import Callable
 
 import torch
@@ -88,7 +84,6 @@ jit: Callable = triton.jit if triton else (lambda kernel: kernel)
 INTERPRETED = (
     triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 )  # fixed at import, as in Triton
-MAX_KEY_DIM = 256
 LAUNCH = dict(num_warps=8, num_stages=1)  # of every kernel; tests/gpu_check.py compiles with them
 
 # ---------------------------------------------------------------------------- tiles
@@ -138,7 +133,7 @@ def store_state(ptr, S, index, k0, K: constexpr, v0, V: constexpr, BK: constexpr
 
 
 # ---------------------------------------------------------------------------- kernels
-# A memory is a (batch, g) pair; its R query heads are neighbours. N chunks; x is a reader, q or e, R_X a memory.
+# A memory is a (batch, g) pair; its R query heads are neighbours. N chunks. x: reader, q or e; R_X a memory.
 
 
 @jit
@@ -269,7 +264,7 @@ def reader_gradient_kernel(
     k, G, y, u, s_in, dm, dx, T, N, LEVELS, R_X: constexpr, HEADS: constexpr, K: constexpr, V: constexpr,
     DECAY: constexpr, C: constexpr, BK: constexpr, BV: constexpr, PREC: constexpr,
 ):  # fmt: skip
-    """(16) and (17) without j = i, for readers whose reads have gradient y. One program a chunk and reader."""
+    """(16) and (17) without j = i, for readers with output gradient y. One program a chunk and reader."""
     index, n = tl.program_id(0).to(tl.int64), tl.program_id(0) % N
     x_row, row, t0 = index // N, index // N // R_X, n.to(tl.int64) * C
     i, j, c, zero = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C), tl.arange(0, 1)
@@ -362,11 +357,6 @@ def key_gradient_kernel(
         store(dg, dg_t, row, HEADS, t0, T, k0, K, C, BK)
 
 
-KERNELS = (
-    products_kernel, walk_kernel, read_kernel, read_back_kernel, walk_back_kernel, reader_gradient_kernel,
-    key_gradient_kernel,
-)  # fmt: skip
-
 # ---------------------------------------------------------------------------- launching
 
 
@@ -395,11 +385,7 @@ class ChunkedDelta(torch.autograd.Function):
         (B, T, G, K), V, C, R = k.shape, v.shape[-1], m["C"], m["R"]
         N, new = -(-T // C), functools.partial(torch.empty, dtype=torch.float32, device=q.device)
         sums = x = None
-        q_in, e_in, k_out = (
-            q,
-            e,
-            k,
-        )  # without decay, readers and keys look the same from everywhere in a chunk
+        q_in, e_in, k_out = q, e, k  # right as they are without decay
         if g is not None:
             sums = F.pad(g.double(), (0, 0, 0, 0, 1, N * C - T)).cumsum(1)
             q_in, k_out, e_in = new(q.shape), new(k.shape), None if e is None else new(e.shape)
@@ -435,9 +421,7 @@ class ChunkedDelta(torch.autograd.Function):
         launch(read_back_kernel, (B * G * N, -(-V // m["BV"])), p, do, du, T, N, **m)
         walk_args = q_in, e_in, k_out, sums, x, do, du, ds_end, dr, ds_out, ds0, T, N
         launch(walk_back_kernel, (B * G, -(-V // m["WV"])), *walk_args, **m)
-        dq, de, dk, dg, dn = (
-            None if z is None else torch.empty_like(z, dtype=u.dtype) for z in (q, e, k, g, x)
-        )
+        dq, de, dk, dg, dn = (z if z is None else torch.empty_like(z, dtype=u.dtype) for z in (q, e, k, g, x))
         for readers, y, dm, dx in ((R, do, dp, dq), (1, dr, dn, de)):
             if dx is not None:
                 args = k, sums, y, u, s_in, dm, dx, T, N, levels
@@ -453,17 +437,13 @@ IMPLEMENTATIONS: dict[str, Callable] = {"recurrent": recurrent, "chunked": chunk
 
 @register(IMPLEMENTATIONS, "triton")
 def triton_attention(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, state=None, chunk=64):
-    """The kernels behind `chunked`'s interface, for tensors on a GPU (or anywhere with TRITON_INTERPRET=1)."""
+    """The kernels behind `chunked`'s interface, on a GPU (or anywhere with TRITON_INTERPRET=1)."""
     if triton is None:
         raise ValueError("impl='triton' needs the package triton; choose recurrent, chunked or auto")
     if not (q_bthk.is_cuda or INTERPRETED):
-        raise ValueError(
-            f"impl='triton' needs CUDA tensors, got {q_bthk.device}, or TRITON_INTERPRET=1 at import"
-        )
-    if q_bthk.dtype == torch.float64 or v_btgv.dtype == torch.float64 or q_bthk.shape[-1] > MAX_KEY_DIM:
-        raise ValueError(
-            f"impl='triton' has no float64 and no key dimension above {MAX_KEY_DIM}; use impl='chunked'"
-        )
+        raise ValueError(f"impl='triton' needs CUDA tensors, got {q_bthk.device} (or TRITON_INTERPRET=1)")
+    if torch.float64 in (q_bthk.dtype, v_btgv.dtype) or q_bthk.shape[-1] > 256:
+        raise ValueError("impl='triton' has no float64 and no key dimension above 256; use impl='chunked'")
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk must be a power of two, got {chunk}")
     state = empty_state(k_btgk, v_btgv) if state is None else state.to(torch.float32)
@@ -481,9 +461,7 @@ def triton_attention(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=N
     return o_bthv.to(v_btgv.dtype), state
 
 
-@functools.cache  # once for every choice
-def announce(impl: str, why: str) -> None:
-    print(f"linear_attention: {impl} ({why})")
+say_once = functools.cache(print)
 
 
 def linear_attention(
@@ -499,7 +477,7 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Equation (1): arguments and results of `recurrent`, in the way that impl names.
 
-    auto: triton for CUDA tensors, else chunked; there a single token goes through the cheaper recurrence. Only a
+    auto: triton for CUDA tensors, else chunked; there one token goes through the cheaper recurrence. Only a
     missing GPU or Triton changes the choice, no error does. LINEAR_ATTN_VERBOSE=1 prints each choice once."""
     why = "as asked"
     if impl == "auto":
@@ -511,105 +489,12 @@ def linear_attention(
         impl, why = "recurrent", f"{why}, one token"
     run = lookup(IMPLEMENTATIONS, impl, "implementation")
     if os.environ.get("LINEAR_ATTN_VERBOSE") == "1":
-        announce(impl, why)
+        say_once(f"linear_attention: {impl} ({why})")
     args = (q_bthk, k_btgk, v_btgv, log_decay, erase, write, state)
     return run(*args) if run is recurrent else run(*args, chunk=chunk)
 
 
-# ---------------------------------------------------------------------------- check and time
-
-RULES = {
-    "sum": ("", 0),
-    "gla": ("channel", 0),
-    "deltanet": ("", 1),
-    "gdn": ("head", 1),
-    "kda": ("channel", 1),
-}
-
-
-def example(rule: str, B=1, T=100, H=2, G=2, K=32, V=32, device="cpu", dtype=torch.float32, seed=0) -> list:
-    """Random (q, k, v, log_decay, erase, write, state) of one of RULES, unit keys, on `device`."""
-    gen = torch.Generator().manual_seed(seed)
-    q, k, v, g, b, s = (
-        torch.randn(shape, generator=gen)
-        for shape in ((B, T, H, K), (B, T, G, K), (B, T, G, V), (B, T, G, K), (B, T, G), (B, G, K, V))
-    )
-    decay_kind, delta = RULES[rule]
-    g = {"": None, "head": F.logsigmoid(g[..., 0] + 2), "channel": F.logsigmoid(g + 2)}[decay_kind]
-    b = b.sigmoid() if delta else None
-    q, k, v = (z.to(dtype) for z in (q / K**0.5, F.normalize(k, dim=-1), v))
-    return [None if z is None else z.to(device) for z in (q, k, v, g, b, b, s)]
-
-
-def gradients(fn: Callable, args: list, dtype=None) -> list[Tensor]:
-    """[o, S, and the gradients of a fixed mixture of both with respect to every tensor in args]."""
-    args = [None if z is None else z.detach().to(dtype or z.dtype, copy=True).requires_grad_() for z in args]
-    o, S = fn(*args)
-    weights = (
-        torch.linspace(-1, 1, z.numel(), dtype=z.dtype, device=z.device).view(z.shape).cos() for z in (o, S)
-    )
-    loss = sum((z * w).sum() for z, w in zip((o, S), weights, strict=True))
-    return [o.detach(), S.detach(), *torch.autograd.grad(loss, [z for z in args if z is not None])]
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """max|got - want| / max|want|"""
-    return ((got.double() - want.double()).abs().max() / want.abs().max().clamp(min=1e-30)).item()
-
-
-def seconds(fn: Callable, args: list, backward: bool) -> float:
-    """Best CPU time of two runs, one if it takes 3 s. (GPU times: tests/gpu_check.py.)"""
-    leaves, best = [None if z is None else z.detach().requires_grad_(backward) for z in args], 1e9
-    for _ in range(2):
-        start = time.process_time()
-        out = fn(*leaves)
-        if backward:
-            out.sum().backward()
-        best = min(best, time.process_time() - start)
-        if best > 3:
-            break
-    return best
-
-
-def main() -> None:
-    """Check and time what this machine can run; --json FILE keeps the two tables."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--json")
-    path = parser.parse_args().json
-    torch.set_num_threads(1)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    errors, times = [], []
-    print("largest relative error of outputs and gradients against float64 autograd through `recurrent`")
-    for rule in RULES:
-        for impl in ("chunked", "triton") if device == "cuda" or INTERPRETED else ("chunked",):
-            args = example(rule, device=device)
-            got = gradients(functools.partial(linear_attention, impl=impl), args)
-            error = max(map(relative_error, got, gradients(recurrent, args, torch.float64)))
-            errors.append(dict(rule=rule, impl=impl, error=error))
-            print(f"  {rule:9s}{impl:9s}{error:.1e}")
-    print("CPU seconds on one core: batch 1, 8 heads of 64, float32, deltanet (second chunked column: kda)")
-    print("                     T  recurrent  chunked      kda     sdpa  recurrent/chunked  sdpa/chunked")
-    for backward in (False, True):
-        for T in (512, 1024, 2048, 4096, 8192):
-            args, kda = (example(rule, T=T, H=8, G=8, K=64, V=64)[:6] for rule in ("deltanet", "kda"))
-            qkv = [z.transpose(1, 2).contiguous() for z in args[:3]]
-            loop = None
-            if T <= (2048 if backward else 8192):  # autograd keeps every state: gigabytes, and minutes
-                loop = seconds(lambda *a: recurrent(*a)[0], args, backward)
-            fast, channel = (seconds(lambda *a: chunked(*a)[0], a, backward) for a in (args, kda))
-            sdpa = seconds(lambda *a: F.scaled_dot_product_attention(*a, is_causal=True), qkv, backward)
-            times.append(dict(backward=backward, T=T, recurrent=loop, chunked=fast, kda=channel, sdpa=sdpa))
-            first, ratio = ("not run", "") if loop is None else (f"{loop:.3f}", f"{loop / fast:.1f}")
-            print(f"{'forward' + '+backward' * backward:16s}{T:6d}{first:>11s}", end="")
-            print(f"{fast:9.3f}{channel:9.3f}{sdpa:9.3f}{ratio:>19s}{sdpa / fast:14.2f}", flush=True)
-    if path:
-        machine = f"{platform.machine()}, {os.cpu_count()} cores, one thread"
-        facts = dict(machine=machine, date=time.strftime("%Y-%m-%d"), torch=torch.__version__)
-        facts["triton"] = getattr(triton, "__version__", None)
-        with open(path + ".new", "w") as file:
-            json.dump(dict(facts, errors=errors, times=times), file, indent=1)
-        os.replace(path + ".new", path)
-
-
 if __name__ == "__main__":
-    main()
+    from tests.gpu_check import cpu_tables  # how correct and how fast; measuring is no part of the lesson
+
+    cpu_tables()

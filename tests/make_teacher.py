@@ -35,12 +35,17 @@ HELD_KEYS = frozenset(EVAL_KEYS)
 NAMES = [f" for {word}" for word in "apple river stone window garden paper silver mountain".split()]
 VOCAB, IGNORE = 1024, -100
 
-# (steps, tokens per step, sequence lengths to draw from, weight of the text loss).
+# (steps, tokens a step, sequence lengths to draw from, weight of the text loss); measured with seed 0.
 STAGES = (
+    # Recall only, short: the answers' loss is 1.9 over steps 26 to 50, 0.13 over steps 101 to 125.
     (150, 3072, (64,), 0.0),
+    # The text comes in gently; held-out text at 4.9 nats a token after it.
     (150, 4096, (64, 128), 0.3),
+    # Longer, with more keys in a sequence: 3.8 nats.
     (350, 4096, (128, 256), 1.0),
+    # 3.4 nats; the rate falls from step 715 on.
     (250, 4096, (128, 256, 512), 1.0),
+    # Up to 1,100, so that a prompt of 1,024 and its answer stay in the range trained: 3.2 nats.
     (400, 4400, (256, 512, 1100, 1100), 1.0),
 )
 
@@ -143,7 +148,11 @@ class Samples:
         return ids + self.noisy(rest), text + rest, answer + [IGNORE] * len(rest)
 
     def noisy(self, ids: list[int]) -> list[int]:
-        """A tenth of the filler's inputs (not targets) at random: 148 k tokens are seen 20 times over."""
+        """A tenth of the filler's inputs (not targets) at random: 148 k tokens are seen many times over.
+
+        Held-out text ends at 3.22 nats; one run without it, with half the weight decay and slightly other
+        stages, overfitted and ended at 3.59.
+        """
         return [self.rng.randrange(1, VOCAB) if self.rng.random() < 0.1 else token for token in ids]
 
 
@@ -251,7 +260,12 @@ def sink_mass(model: Qwen2ForCausalLM, ids: list[int], window: int = 512) -> lis
 
 
 def evaluate(folder: Path, train_ids: list[int], held_text: str, trials: int) -> dict[str, object]:
-    """What the saved folder scores: its bfloat16 weights in float32 arithmetic."""
+    """What the saved folder scores: its bfloat16 weights in float32 arithmetic, AutoTokenizer's tokens.
+
+    Those differ a little from training's: of every qwen2 folder transformers 5 makes a Qwen2Tokenizer with
+    splitting rules of its own (147,650 tokens of the training text, not 147,568) and NFC normalisation, so
+    text that is not NFC comes back normalised. PreTrainedTokenizerFast.from_pretrained keeps ours.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     for sample in (held_text, "Zwölf Boxkämpfer\t½ ٣ 漢字 🙂\r\n  <a>  12345 .\n\n"):

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import linear_attn as la
-from interventions import MERGES, LinearizeConfig, LinearizedAttention, ShortConv, exact_attention, running_moments
+from interventions import (
+    MERGES,
+    ROUTERS,
+    LinearizeConfig,
+    LinearizedAttention,
+    Pool,
+    ShortConv,
+    exact_attention,
+    running_moments,
+)
 
 F64 = torch.float64
 
@@ -168,6 +177,167 @@ def test_log_mass_is_exact_for_gaussian_keys():
     assert abs(got - want) < 3 * n**-0.5
 
 
+# ----------------------------------------------------------------------------- routers
+
+
+def slow_routed(layer, q, k, v, hidden, scale):
+    """Routing token by token and head by head with Python sets, batch size 1. Returns o, and who was where.
+
+    The state is rebuilt from the list of evicted tokens at every read: nothing is carried but that list."""
+    c, T, G = layer.config, q.shape[1], k.shape[2]
+    memory = layer.merge.uses_memory
+    outs = torch.zeros(1, T, q.shape[2], v.shape[-1], dtype=q.dtype)
+    places = []
+    if memory:
+        q_in, k_in, v_in, g, b, w = layer.rule(hidden, *layer.convolved(q, k, v))
+        M = k_in.shape[2]
+    for head in range(G):
+        mine = range(head * q.shape[2] // G, (head + 1) * q.shape[2] // G)
+        routed, evicted, received = [], [], dict.fromkeys(range(T), 0.0)
+
+        def state(m, evicted=evicted):
+            pick = [None if x is None else x[:, evicted][:, :, [m]] for x in (k_in, v_in, g, b, w)]
+            return la.recurrent(pick[0], *pick)[1][0, 0]
+
+        for t in range(T):
+            start = t - t % c.block
+            if t == start:
+                received = {i: x / 2 for i, x in received.items()}
+            window = [i for i in range(max(start + c.block - c.window, c.sinks), t + 1)]
+            sinks = [i for i in range(min(c.sinks, t + 1))]
+            seen = sinks + routed + window
+            places.append((t, head, sinks, list(routed), window, list(evicted)))
+            for h in mine:
+                x = k[0, seen, head] @ q[0, t, h] * scale
+                p, o = x.softmax(0), x.softmax(0) @ v[0, seen, head]
+                for i, share in zip(seen, p):
+                    received[i] += share.item()
+                if memory and evicted:
+                    m = h * M // q.shape[2]
+                    read = layer.rule.read(q_in[0, t, h] @ state(m))
+                    keys, count = k[0, evicted, head], len(evicted)
+                    moments = dict(count=torch.full((1, 1), float(count), dtype=q.dtype))
+                    moments["q_mean"] = torch.zeros(1, 1, q.shape[2], dtype=q.dtype)
+                    moments["q_mean"][0, 0, h] = keys.mean(0) @ q[0, t, h]
+                    moments["q_cov_q"] = torch.zeros(1, 1, q.shape[2], dtype=q.dtype)
+                    moments["q_cov_q"][0, 0, h] = (q[0, t, h] ** 2 * keys.var(0, unbiased=False)).sum()
+                    if layer.rule.sums and layer.merge.uses_moments:
+                        read = read / count
+                    o_all, lse_all = torch.zeros_like(outs[:, :1]), torch.zeros(1, 1, q.shape[2], dtype=q.dtype)
+                    read_all = torch.zeros_like(o_all)
+                    o_all[0, 0, h], lse_all[0, 0, h], read_all[0, 0, h] = o, x.logsumexp(0), read
+                    o = layer.merge(o_all, lse_all, read_all, q[:, t : t + 1], moments, scale)[0, 0, h]
+                outs[0, t, h] = o
+            if t % c.block == c.block - 1 and t + 1 < T:
+                left = [i for i in range(start + c.block - c.window, start + 2 * c.block - c.window) if i >= c.sinks]
+                pool = routed + left
+                error = []
+                for i in pool if memory else []:
+                    per = []
+                    for m in range(head * M // G, (head + 1) * M // G):
+                        read = layer.rule.read(k_in[0, i, m] @ state(m)) if evicted else 0.0
+                        if layer.rule.sums:
+                            read = read / max(len(evicted), 1)
+                        per.append((v_in[0, i, m, : v.shape[-1]] - read).norm())
+                    error.append(torch.stack(per).mean())
+                if len(pool) > c.budget:
+                    at = torch.tensor(pool)[None, None]
+                    mass = torch.tensor([received[i] for i in pool], dtype=q.dtype)[None, None]
+                    errors = torch.stack(error)[None, None].detach() if error else None
+                    score = ROUTERS[c.router](Pool(at, mass, lambda e=errors: e, c.budget))[0, 0]
+                    order = score.argsort(descending=True, stable=True).tolist()
+                    routed[:] = sorted(pool[i] for i in order[: c.budget])
+                    evicted.extend(sorted(pool[i] for i in order[c.budget :]))
+                else:
+                    routed[:] = pool
+    return outs, places
+
+
+ROUTED = dict(sinks=2, window=8, block=4, budget=5)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("more", [{}, dict(memory_per="query", conv=3), dict(budget=0), dict(merge="sum", sinks=0)])
+def test_routing_in_blocks_equals_routing_token_by_token(router, more):
+    layer = make_layer(**(ROUTED | dict(router=router) | more))
+    x = qkv(37, B=1)
+    want, _ = slow_routed(layer, *x, 0.4)
+    assert torch.allclose(layer.routed(*x, 0.4, None), want, atol=1e-10)
+
+
+@pytest.mark.parametrize("rule", la.RULES)
+def test_routing_by_error_asks_every_rule_what_it_recalls(rule):
+    layer = make_layer(rule=rule, router="error", **ROUTED)
+    x = qkv(30, B=1)
+    assert torch.allclose(layer.routed(*x, 0.4, None), slow_routed(layer, *x, 0.4)[0], atol=1e-10)
+
+
+@given(T=st.integers(1, 40), router=st.sampled_from(sorted(ROUTERS)), budget=st.integers(0, 9), sinks=st.integers(0, 6))
+def test_every_token_is_in_exactly_one_place_and_the_budget_is_kept(T, router, budget, sinks):
+    """On the slow reference, which the fast one equals."""
+    layer = make_layer(sinks=sinks, window=8, block=4, budget=budget, router=router)
+    x = qkv(T, B=1)
+    want, places = slow_routed(layer, *x, 0.4)
+    for t, _, *four in places:
+        assert sorted(sum(four, [])) == list(range(t + 1))
+        assert len(four[1]) <= budget and sum(map(len, four[:3])) <= layer.config.exact_pairs
+    assert torch.allclose(layer.routed(*x, 0.4, None), want, atol=1e-10)
+
+
+@pytest.mark.parametrize("merge", ["sum", "lse"])
+@pytest.mark.parametrize("budget", [0, 6])
+def test_recency_in_blocks_of_one_equals_the_shifted_one_call_form(merge, budget):
+    layer = make_layer(merge=merge, sinks=2, window=5, budget=budget, block=1, conv=3)
+    x = qkv(40)
+    assert torch.allclose(layer.routed(*x, 8**-0.5, None), layer(*x), atol=1e-10)
+
+
+@pytest.mark.parametrize("router", [r for r in ROUTERS if r != "recency"])
+def test_routers_are_causal_row_by_row_and_equal_the_teacher_while_nothing_is_evicted(router):
+    layer = make_layer(router=router, **ROUTED)
+    x = qkv(38)
+    o = layer(*x)
+    changed = [torch.cat([y[:, :21], y[:, 21:] + 1.0], 1) for y in x]
+    assert torch.allclose(layer(*changed)[:, :21], o[:, :21], atol=1e-12)
+    assert torch.allclose(layer(*[y[1:] for y in x]), o[1:], atol=1e-12)
+    full = layer.config.exact_pairs // 4 * 4  # tokens are evicted before the block in which they would be too many
+    assert torch.allclose(o[:, :full], la.softmax_attention(*x[:3])[:, :full], atol=1e-12)
+
+
+def test_ties_are_broken_the_same_way_every_time():
+    layer = make_layer(router="mass", **ROUTED)
+    q, k, v, hidden = qkv(37)
+    q = torch.zeros_like(q)  # all scores equal: every token in a block receives the same mass
+    assert torch.equal(layer(q, k, v, hidden), layer(q, k, v, hidden))
+
+
+def test_the_choice_of_a_router_carries_no_gradient_but_the_memory_does():
+    layer = make_layer(router="mix", dtype=torch.float32, **ROUTED)
+    layer(*qkv(40, dtype=torch.float32)).square().sum().backward()
+    for name, p in layer.named_parameters():
+        assert p.grad is not None and torch.isfinite(p.grad).all() and p.grad.abs().max() > 0, name
+
+
+def test_a_surprising_token_is_kept_by_error_and_written_by_mass():
+    """Twenty tokens say the same; one, that no query looks at, says something else."""
+    torch.manual_seed(0)
+    T, needle = 40, 9
+    k = F.normalize(torch.randn(1, 1, 1, 8, dtype=F64), dim=-1).expand(1, T, 2, 8).clone()
+    v = torch.ones(1, T, 2, 6, dtype=F64)
+    k[:, needle], v[:, needle] = F.normalize(torch.randn(2, 8, dtype=F64), dim=-1), -5.0
+    q = -10 * k[:, :1, :1].expand(1, T, 4, 8) * 0 + k[:, needle - 1, :1][:, None].expand(1, T, 4, 8) * 5
+    hidden = torch.zeros(1, T, 10, dtype=F64)
+    for router, kept in (("error", True), ("mass", False)):
+        torch.manual_seed(0)
+        config = LinearizeConfig(router=router, sinks=1, window=8, block=4, budget=4, beta_bias=3.0)
+        layer = LinearizedAttention(config, 10, 4, 2, 8, 6).double()
+        _, places = slow_routed(layer, q, k, v, hidden, 1.0)
+        assert (needle in places[T - 1][3]) == kept
+
+
+# ----------------------------------------------------------------------------- convolution, precision, configuration
+
+
 @pytest.mark.parametrize("init", ["identity", "default"])
 def test_short_convolution_equals_conv1d(init):
     torch.manual_seed(0)
@@ -219,7 +389,10 @@ def test_key_and_value_dimensions_may_differ_and_heads_may_not_be_grouped():
     [
         (dict(rule="gdm"), "unknown rule 'gdm'; choose from: deltanet"),
         (dict(merge="mean"), "unknown merge 'mean'; choose from: lse, off, sum"),
-        (dict(router="mass"), "unknown router"),
+        (dict(router="mas"), "unknown router 'mas'; choose from: error, mass, mix, random, recency"),
+        (dict(router="mass", window=100, block=32), "window must be a multiple of block 32, got 100"),
+        (dict(router="mass", moments="full"), "moments must be diag or mean"),
+        (dict(router="error", merge="off"), "router error asks the memory"),
         (dict(sinks=-1), "sinks must be at least 0, got -1"),
         (dict(conv=100), "conv must be at least 0 and at most 64, got 100"),
         (dict(chunk=48), "unknown chunk"),

@@ -1,6 +1,6 @@
 """kernels.py under Triton's interpreter, against float64 autograd through the naive recurrence.
 
-The interpreter runs the kernels' arithmetic in numpy, about a millisecond an operation: shapes are small here, and
+The interpreter runs the kernels in numpy, about 0.1 ms an operation: shapes are small here, and
 real sizes are tests/gpu_check.py's. float32 bound: 1e-5 of the largest value, some 80 roundings of 6e-8."""
 
 import os
@@ -23,10 +23,17 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import kernels as M  # noqa: E402
-from kernels import linear_attention, recurrent, relative_error  # noqa: E402
+from kernels import linear_attention, recurrent  # noqa: E402
 
 triton_attention = functools.partial(linear_attention, impl="triton")
-few = settings(max_examples=8, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def relative_error(got, want):
+    """max|got - want| / max|want|; an exactly zero reference must be met exactly."""
+    return ((got.double() - want.double()).abs().max() / want.abs().max().clamp(min=1e-30)).item()
+
+
+few = settings(max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def inputs(T=20, H=1, G=1, K=16, V=16, decay="channel", delta=True, B=1, seed=0):
@@ -47,7 +54,9 @@ def errors(args, loss="both", chunk=16, fn=triton_attention):
     results = []
     for run, dtype in ((functools.partial(fn, chunk=chunk), None), (recurrent, torch.float64)):
         leaves = {
-            n: z.detach().to(dtype or z.dtype, copy=True).requires_grad_() for n, z in args.items() if z is not None
+            n: z.detach().to(dtype or z.dtype, copy=True).requires_grad_()
+            for n, z in args.items()
+            if z is not None
         }
         o, S = run(**leaves)
         gen = torch.Generator().manual_seed(1)
@@ -55,7 +64,6 @@ def errors(args, loss="both", chunk=16, fn=triton_attention):
         total = (o.double() * wo).sum() * (loss != "state") + (S.double() * wS).sum() * (loss != "output")
         grads = torch.autograd.grad(total, list(leaves.values()))
         results.append(dict(o=o.detach(), S=S.detach(), **{"d" + n: d for n, d in zip(leaves, grads)}))
-    # an exactly zero reference must be met exactly: relative_error divides by 1e-30 then
     return {n: relative_error(results[0][n], results[1][n]) for n in results[0]}
 
 
@@ -87,7 +95,9 @@ def test_triton_equals_the_recurrence_in_outputs_and_all_gradients(
 
 
 @few
-@given(T=st.integers(1, 70), chunk=st.sampled_from([1, 16, 64]), decay=st.sampled_from(["", "head", "channel"]))
+@given(
+    T=st.integers(1, 70), chunk=st.sampled_from([1, 16, 64]), decay=st.sampled_from(["", "head", "channel"])
+)
 def test_auto_on_cpu_equals_the_recurrence(T, chunk, decay):
     args = inputs(T, 2, 1, 8, 5, decay)
     assert_close(args, fn=linear_attention, chunk=chunk)
@@ -100,7 +110,9 @@ def hard_case(name):
     if name == "identical keys, beta 1":
         args |= dict(k_btgk=k[:, :1].expand_as(k), erase=ones, write=ones)
     elif name == "near-identical keys, beta 1":
-        near = F.normalize(k[:, :1] + 0.02 * torch.randn(k.shape, generator=torch.Generator().manual_seed(2)), dim=-1)
+        near = F.normalize(
+            k[:, :1] + 0.02 * torch.randn(k.shape, generator=torch.Generator().manual_seed(2)), dim=-1
+        )
         args |= dict(k_btgk=near, erase=ones, write=ones)
     elif name == "zero keys":
         args |= dict(k_btgk=0 * k)
@@ -113,7 +125,9 @@ def hard_case(name):
     elif name == "decay -20 a step":
         args |= dict(log_decay=torch.full(k.shape, -20.0))
     elif name == "decay -1000 next to 0":
-        args |= dict(log_decay=-1000.0 * (torch.rand(k.shape, generator=torch.Generator().manual_seed(3)) > 0.8))
+        args |= dict(
+            log_decay=-1000.0 * (torch.rand(k.shape, generator=torch.Generator().manual_seed(3)) > 0.8)
+        )
     return args
 
 
@@ -157,7 +171,9 @@ def test_wide_keys_and_values_equal_the_recurrence():
 def test_two_calls_with_a_carried_state_equal_one():
     args = inputs(30)
     whole_o, whole_S = triton_attention(**args, chunk=16)
-    first, second = ({n: z if n == "state" else z[:, part] for n, z in args.items()} for part in (slice(13), slice(13, 30)))
+    first, second = (
+        {n: z if n == "state" else z[:, part] for n, z in args.items()} for part in (slice(13), slice(13, 30))
+    )
     o1, S1 = triton_attention(**first, chunk=16)
     o2, S2 = triton_attention(**second | dict(state=S1), chunk=16)
     # two float32 evaluations of one number, in another order
@@ -193,9 +209,9 @@ def test_non_contiguous_inputs_equal_contiguous_ones():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("delta", [True, False])
 def test_16_bit_inputs_lose_only_the_rounding_of_their_outputs(dtype, delta):
-    """Tiles are float32 even here, so the one loss is the last rounding: half a unit in the last place is eps/2 of
-    the value; dk and dv add two rounded terms when erase or write is given, hence eps. An interpreter that
-    multiplied bfloat16 patterns would be off by orders of magnitude, one that truncates by up to 2 eps a term."""
+    """Tiles are float32 even here, so the one loss is the last rounding: eps/2 of the value. dk and dv sum
+    two rounded terms when erase or write is given, hence eps. An interpreter that multiplied bfloat16 bit
+    patterns would be off by orders of magnitude, one that truncates by up to eps a term."""
     args = inputs(20, decay="head", delta=delta)
     for name in ("q_bthk", "k_btgk", "v_btgv"):
         args[name] = args[name].to(dtype)
@@ -205,9 +221,7 @@ def test_16_bit_inputs_lose_only_the_rounding_of_their_outputs(dtype, delta):
 
 
 def test_70000_memories_fit_the_grid():
-    """More than 65,535: the largest size of every grid axis but the first."""
-    grid = M.products_kernel[(1,)] and [axis for axis in (70_000, 2)]
-    assert grid[0] > 65_535  # the launches below put memories on axis 0, and only blocks of K or V on axis 1
+    """Every grid axis but the first ends at 65,535."""
     launches = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(M, "launch", lambda kernel, grid, *args, **constants: launches.append(grid))
@@ -247,19 +261,19 @@ def python(code, **env):
     )
 
 
-CALL = "import torch; from kernels import linear_attention as f; x = torch.ones(1, 3, 1, 4); f(x, x, x{}); f(x, x, x{})"
+CALL = "import torch; from kernels import linear_attention as f; x = torch.ones(1, 3, 1, 4); "
+CALL += "f(x, x, x{}); f(x, x, x{})"
 
 
 def test_verbose_says_once_what_was_taken_and_why():
     out = python(CALL.format("", ""), LINEAR_ATTN_VERBOSE="1")
     assert out.stdout.splitlines() == ["linear_attention: chunked (tensors on cpu)"], out.stderr
-    assert python(CALL.format("", "")).stdout == ""
 
 
 def test_without_triton_auto_works_and_asking_for_triton_is_one_clear_error():
     missing = "import sys; sys.modules['triton'] = None; "
-    assert python(missing + CALL.format("", "")).returncode == 0
-    out = python(missing + CALL.format("", ", impl='triton'"))
+    out = python(missing + CALL.format("", "") + "; print('auto worked'); f(x, x, x, impl='triton')")
+    assert out.stdout == "auto worked\n"
     assert out.stderr.splitlines()[-1].startswith("ValueError: impl='triton' needs the package triton")
 
 
@@ -269,7 +283,7 @@ def test_asking_for_triton_on_cpu_without_the_interpreter_is_one_clear_error():
 
 
 def test_every_kernel_compiles_for_sm_80_and_sm_90_without_spills(capfd):
-    """bfloat16, d = 64 and 128, chunk 64; the script fails if a kernel has a stack or too much shared memory."""
+    """bfloat16, d = 64 and 128, chunk 64; the script fails on a stack or too much shared memory."""
     pytest.importorskip("triton.backends.nvidia", reason="this Triton cannot compile for NVIDIA")
     env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     out = subprocess.run(
