@@ -5,15 +5,15 @@ What you will learn here: which tokens stay exact, where the others go, how the 
     2. short convolutions    the memory's q, k, v see a few neighbours
     3. fixed-budget routing  of all others a fixed number stays exact: the newest (a window) and `budget` more
                              that a router chooses, by recency or content (`ROUTERS`)
-`LinearizeConfig` says all of it, `LinearizedAttention` does it, and a merge (`MERGES`) makes one answer of two.
+`LinearizeConfig` says all of it, `LinearizedAttention` does it, a merge (`MERGES`) makes one answer of two.
 Skip `exact_attention` (softmax over a band, in blocks) and `LinearizedAttention.routed` on a first reading.
 
 Every token is at any time in exactly one place. With s sinks and the newest w exact, query t (from 0) sees
     (6)  exact:   tokens 0..s-1  and  t-w+1..t          softmax as the frozen model computes it
     (7)  memory:  tokens s..t-w                         the state of equation (1) of linear_attn.py
 Token t-w leaves the window at step t and is written to the memory in the same step: the memory's part is the
-unchanged recurrence on keys and values shifted by w, without the sinks. For T <= s + w the memory is empty and
-the layer is the teacher's, to rounding. A router by content replaces "the newest" by its choice.
+unchanged recurrence on keys and values shifted by w, without the sinks. For T <= s + w it is empty, and the
+layer is the teacher's, to rounding. A router by content replaces "the newest" by its choice.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, offset: Tensor,
 
 
 def running_moments(q_bthk: Tensor, k_btgk: Tensor, kind: str) -> dict[str, Tensor]:
-    """The moments of k_1..k_t for every q_t. "mean": no Sigma; "diag": a variance per channel, 2K numbers a head;
+    """The moments of k_1..k_t for every q_t. "mean": no Sigma; "diag": one variance a channel;
     "full": K x K, where q^T (sum k k^T) q is equation (1) with v = k, read by q."""
     dtype = working_dtype(q_bthk)
     q, k, G = q_bthk.to(dtype), k_btgk.to(dtype), k_btgk.shape[2]
@@ -398,9 +398,9 @@ class LinearizedAttention(nn.Module):
         """Blocks of queries; after each the router says who of the pool stays exact, and the rest is written.
 
         A query in the block from t0 on sees the sinks, `budget` routed tokens per kv head, and the window from
-        t0 + block - window on: never more than sinks + budget + window pairs. The pool is the routed tokens and
-        the block that leaves the window. Every token is in one place, none is dropped or written twice. The
-        choice carries no gradient and looks only backward.
+        t0 + block - window on: at most sinks + budget + window pairs. The pool is the routed tokens and the
+        block that leaves the window. Every token is in one place, none is dropped or written twice. The choice
+        carries no gradient and looks only backward.
         """
         c, (B, T, H, _), G = self.config, q_bthk.shape, self.kv_heads
         k_bgtk, v_bgtv = k_btgk.transpose(1, 2), v_btgv.transpose(1, 2)
@@ -440,7 +440,8 @@ class LinearizedAttention(nn.Module):
                     if c.moments == "mean":
                         del moments["q_cov_q"]
                 o_memory = torch.einsum("bcgrk,bgkv->bcgrv", q_in[:, t0:t1].unflatten(2, (G * each, -1)), S)
-                out = self.merge(out, lse, self.answer(o_memory.flatten(2, 3), moments), q_now, moments, scale)
+                read = self.answer(o_memory.flatten(2, 3), moments)
+                out = self.merge(out, lse, read, q_now, moments, scale)
             outputs.append(out)
             left = position[oldest : max(oldest, t0 + 2 * c.block - c.window)]
             pool = torch.cat([routed, left.expand(B, G, -1)], -1)

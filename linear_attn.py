@@ -27,7 +27,6 @@ head:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -84,14 +83,9 @@ def empty_state(k_btgk: Tensor, v_btgv: Tensor) -> Tensor:
 
 
 def recurrent(
-    q_bthk: Tensor,
-    k_btgk: Tensor,
-    v_btgv: Tensor,
-    log_decay: Tensor | None = None,
-    erase: Tensor | None = None,
-    write: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: Tensor | None = None,
+    erase: Tensor | None = None, write: Tensor | None = None, state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Equation (1), one token at a time. Slow, and the definition against which everything else is tested.
 
     q (B,T,H,K), k (B,T,G,K), v (B,T,G,V), G divides H; log_decay (B,T,G) or (B,T,G,K), <= 0; erase, write
@@ -153,15 +147,9 @@ def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
 
 
 def chunked(
-    q_bthk: Tensor,
-    k_btgk: Tensor,
-    v_btgv: Tensor,
-    log_decay: Tensor | None = None,
-    erase: Tensor | None = None,
-    write: Tensor | None = None,
-    state: Tensor | None = None,
-    chunk: int = 64,
-) -> tuple[Tensor, Tensor]:
+    q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: Tensor | None = None,
+    erase: Tensor | None = None, write: Tensor | None = None, state: Tensor | None = None, chunk: int = 64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Equation (1) in matrix products: same arguments and result as `recurrent`, any T >= 0, differentiable.
 
     Inside a chunk with entry state S0 write u_i = w_i v_i - b_i k_i^T(decayed S_{i-1}) for what token i
@@ -201,11 +189,8 @@ def chunked(
     else:
         from_entry = g.cumsum(-2)
         to_exit = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
-        k_in, q_in, k_out = (
-            k_bgnck * from_entry.exp(),
-            q_bgrnck * from_entry.exp()[:, :, None],
-            k_bgnck * to_exit.exp(),
-        )
+        k_in, q_in = k_bgnck * from_entry.exp(), q_bgrnck * from_entry.exp()[:, :, None]
+        k_out = k_bgnck * to_exit.exp()
         total = from_entry[..., -1:, :].exp().mT  # (b, g, n, K or 1, 1)
     g_r = None if g is None else g[:, :, None]
     P = decayed_products(q_bgrnck, k_bgnck[:, :, None], g_r)
@@ -260,24 +245,15 @@ class UpdateRule(nn.Module):
     decay, delta, normaliser, sums = "", False, False, False
 
     def __init__(
-        self,
-        d_model: int,
-        heads: int,
-        memory_heads: int,
-        key_dim: int,
-        features: str = "l2",
-        feature_dim: int = 0,
-        rank: int = 16,
-        beta_bias: float = -1.0,
-        decay_bias: float = 1.0,
-    ):
+        self, d_model: int, heads: int, memory_heads: int, key_dim: int, features: str = "l2",
+        feature_dim: int = 0, rank: int = 16, beta_bias: float = -1.0, decay_bias: float = 1.0,
+    ):  # fmt: skip
         super().__init__()
         if features not in FEATURES:
             raise ValueError(f"unknown features {features!r}; choose from: {', '.join(FEATURES)}")
-        if features == "l2" and feature_dim not in (0, key_dim):
-            raise ValueError(
-                f"features l2 keep key dimension {key_dim}; feature_dim {feature_dim} needs silu or softmax"
-            )
+        if features == "l2" and feature_dim not in (0, key_dim) or features == "softmax" and feature_dim % 2:
+            want = f"{key_dim}, the key dimension" if features == "l2" else "even"
+            raise ValueError(f"features {features}: feature_dim must be {want}, got {feature_dim}")
         self.features, self.memory_heads, self.feature_dim = features, memory_heads, feature_dim or key_dim
         if features != "l2":
             width = self.feature_dim // 2 if features == "softmax" else self.feature_dim
@@ -367,9 +343,7 @@ class Hedgehog(UpdateRule):
     normaliser = True
 
     def __init__(self, *args, features: str = "softmax", **kw):
-        super().__init__(
-            *args, features="softmax", **kw
-        )  # its read needs positive features: there is no choice
+        super().__init__(*args, features="softmax", **kw)  # its read needs positive features
 
 
 @register(RULES, "gla")
@@ -522,27 +496,18 @@ def main() -> None:
     torch.manual_seed(0)
     print("softmax-projection identity on 64 unit keys: concentration C, residual R = mean ||r_i||")
     for spread in (0.1, 0.3, 1.0):
-        k = F.normalize(
-            torch.ones(64, 32) / math.sqrt(32) + spread * torch.randn(64, 32) / math.sqrt(32), dim=-1
-        )
+        k = F.normalize(torch.ones(64, 32) + spread * torch.randn(64, 32), dim=-1)
         centred, projected, residual = softmax_projection_identity(k)
         check = (centred - projected - residual).abs().max()
         C = key_concentration(k[None, :, None])[0, -1, 0]
-        print(
-            f" spread {spread:3}: C = {C:.3f}  R = {residual.norm(dim=-1).mean():.3f} ({check:.0e})"
-        )
+        print(f" spread {spread:3}: C = {C:.3f}  R = {residual.norm(dim=-1).mean():.3f} ({check:.0e})")
     print("\nwrite A->1, B->2, then overwrite A->9; read A and B back (exact answer 9 and 2)")
     a, b = F.normalize(torch.randn(2, 16), dim=-1)
     k = torch.stack([a, b, a])[None, :, None]
     v = torch.tensor([1.0, 2.0, 9.0])[None, :, None, None]
-    for name, decay, strength in (
-        ("sum", 0.0, None),
-        ("gate 0.5", math.log(0.5), None),
-        ("delta rule", 0.0, 1.0),
-    ):
-        g = torch.full((1, 3, 1), decay)
-        beta = None if strength is None else torch.full((1, 3, 1), strength)
-        _, S = recurrent(k, k, v, g, beta, beta)
+    one = torch.ones(1, 3, 1)
+    for name, decay, beta in (("sum", one, None), ("gate 0.5", 0.5 * one, None), ("delta rule", one, one)):
+        _, S = recurrent(k, k, v, decay.log(), beta, beta)
         print(f"  {name:10s}  A = {a @ S[0, 0, :, 0]:5.2f}   B = {b @ S[0, 0, :, 0]:5.2f}")
 
 
