@@ -189,8 +189,8 @@ def text_table(model, rows: dict, length: int) -> str:
         lines.append(f"{name:24s}{figures}{pairs:7d}{size[key]:13,d}")
     for metric in ("nll", "kl"):
         saved, error = mean_and_error([a - b for a, b in zip(rows["off"][metric], rows["linear"][metric])])
-        gap = mean_and_error([a - b for a, b in zip(rows["off"][metric], rows["teacher"][metric])])[0]
-        part = f", {saved / gap:.0%} of the gap to the teacher" if abs(gap) > 1e-6 else ""
+        gap, gap_error = mean_and_error([a - b for a, b in zip(rows["off"][metric], rows["teacher"][metric])])
+        part = f", {saved / gap:.0%} of the gap to the teacher" if gap > 3 * gap_error else ""  # is there one?
         lines.append(f"the memory lowers {metric:3s} by {saved:.5f} ± {error:.5f} (paired){part}")
     return "\n".join(lines)
 

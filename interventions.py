@@ -397,10 +397,10 @@ class LinearizedAttention(nn.Module):
     def routed(self, q_bthk, k_btgk, v_btgv, hidden_btd, scale: float, softcap: float | None) -> Tensor:
         """Blocks of queries; after each the router says who of the pool stays exact, and the rest is written.
 
-        A query in the block from t0 on sees the sinks, `budget` routed tokens per kv head, and the window from
+        A query in the block from t0 on sees the sinks, `budget` routed tokens a kv head, and the window from
         t0 + block - window on: at most sinks + budget + window pairs. The pool is the routed tokens and the
-        block that leaves the window. Every token is in one place, none is dropped or written twice. The choice
-        carries no gradient and looks only backward.
+        block that leaves the window. Every token is in one place, none is dropped or written twice. The
+        choice carries no gradient and looks only backward.
         """
         c, (B, T, H, _), G = self.config, q_bthk.shape, self.kv_heads
         k_bgtk, v_bgtv = k_btgk.transpose(1, 2), v_btgv.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""distill.py: the swap changes attention and nothing else, training changes the new parameters and nothing else."""
+"""distill.py: the swap changes attention alone, training changes the new parameters alone."""
 
 import dataclasses
 import json
@@ -34,6 +34,12 @@ TOKENS = torch.randint(1, 50, (2000,), generator=torch.Generator().manual_seed(1
 SAME = dict(atol=1e-4, rtol=1e-4)
 
 
+def preset_config(preset, **more):
+    """The layer's part of a preset, with changes."""
+    names = LinearizeConfig.__dataclass_fields__
+    return LinearizeConfig(**({k: v for k, v in distill.PRESETS[preset].items() if k in names} | more))
+
+
 def logits(model, ids=IDS, **kw):
     with torch.no_grad():
         return model(input_ids=ids, **kw).logits
@@ -53,12 +59,11 @@ def stir(model, size=0.3):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma2", "phi"])
 @pytest.mark.parametrize("preset", ["best", "paper"])
 def test_within_sinks_plus_window_the_linearized_model_is_the_teacher(kind, preset):
-    overrides = {k: v for k, v in distill.PRESETS[preset].items() if k in LinearizeConfig.__dataclass_fields__}
     model = tiny_model(kind)
     want = logits(model)
-    linearize(model, LinearizeConfig(**(overrides | dict(sinks=4, window=36))))
+    linearize(model, preset_config(preset, sinks=4, window=36))
     assert torch.allclose(logits(stir(model)), want, **SAME)
-    model = linearize(tiny_model(kind), LinearizeConfig(**(overrides | dict(sinks=4, window=8))))
+    model = linearize(tiny_model(kind), preset_config(preset, sinks=4, window=8))
     got = logits(stir(model))
     assert torch.allclose(got[:, :12], want[:, :12], **SAME) and not torch.allclose(got, want, atol=0.1)
 
@@ -84,7 +89,9 @@ def test_the_backbone_keeps_its_names_and_only_new_parameters_are_trainable():
     names, before = set(model.state_dict()), fingerprint(model)
     linearize(model, SMALL)
     assert {n for n in model.state_dict() if ".linear." not in n} == names and fingerprint(model) == before
-    assert {id(p) for p in model.parameters() if p.requires_grad} == {id(p) for p in new_parameters(model).values()}
+    assert {id(p) for p in model.parameters() if p.requires_grad} == {
+        id(p) for p in new_parameters(model).values()
+    }
 
 
 def test_fingerprint_sees_one_changed_bit():
@@ -135,6 +142,16 @@ def test_half_precision_models_keep_float32_parameters_and_give_finite_logits(dt
     assert out.dtype == dtype and torch.isfinite(out).all()
 
 
+@pytest.mark.parametrize("preset", ["best", "paper"])
+def test_logits_do_not_depend_on_the_implementation_of_the_recurrence(preset):
+    ids, got = IDS[:1, :24], {}
+    for impl in ("recurrent", "chunked", "triton"):  # triton: interpreted, see conftest.py
+        config = preset_config(preset, sinks=2, window=5, impl=impl)
+        got[impl] = logits(stir(linearize(tiny_model(), config)), ids)
+    assert torch.allclose(got["chunked"], got["recurrent"], **SAME)
+    assert torch.allclose(got["triton"], got["recurrent"], **SAME)
+
+
 def test_generate_without_a_cache_equals_stepping_by_hand():
     model, ids = stir(linearize(tiny_model(), SMALL)), IDS[:1, :20]
     got = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -166,16 +183,14 @@ def test_what_a_linearized_model_cannot_do_is_refused_in_one_line():
 def test_families_that_do_not_fit_are_refused_by_name(kind):
     import transformers
 
-    small = dict(vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    small = dict(vocab_size=50, hidden_size=32, intermediate_size=32)
+    small |= dict(num_hidden_layers=2, num_attention_heads=4)
     if kind == "GptOss":
         small |= dict(num_key_value_heads=2, head_dim=8, num_local_experts=2)
     config = getattr(transformers, kind + "Config")(**small)
     model = getattr(transformers, kind + "ForCausalLM")(config)
     with pytest.raises(distill.UserError, match=f"cannot linearize {config.model_type}"):
         linearize(model, SMALL)
-
-
-PAPER = {k: v for k, v in distill.PRESETS["paper"].items() if k in LinearizeConfig.__dataclass_fields__}
 
 
 @pytest.mark.parametrize(
@@ -189,8 +204,12 @@ def test_new_parameter_counts_are_the_papers(model, conv, millions):
     llama = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
     shape = {
         "llama-3.1-8b": llama | dict(intermediate_size=14336),
-        "qwen3-0.6b": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
-        "qwen3-32b": dict(hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, intermediate_size=25600),
+        "qwen3-0.6b": dict(
+            hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072
+        ),
+        "qwen3-32b": dict(
+            hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, intermediate_size=25600
+        ),
     }[model]
     family = "Llama" if model.startswith("llama") else "Qwen3"
     if family == "Qwen3":
@@ -198,7 +217,7 @@ def test_new_parameter_counts_are_the_papers(model, conv, millions):
     with torch.device("meta"):
         config = getattr(transformers, family + "Config")(vocab_size=1000, **shape)
         net = getattr(transformers, family + "ForCausalLM")(config)
-        linearize(net, LinearizeConfig(**(PAPER | dict(conv=conv))))
+        linearize(net, preset_config("paper", conv=conv))
     count = sum(p.numel() for p in new_parameters(net).values())
     assert abs(count / 1e6 - millions) < 0.01 * millions
 
@@ -290,7 +309,9 @@ def test_an_interrupt_keeps_the_adapter_trained_so_far(tmp_path):
 def test_resuming_with_other_settings_is_refused(tmp_path):
     train_adapters(linearize(tiny_model(), SMALL), TOKENS, train_config(steps=2), tmp_path)
     with pytest.raises(distill.UserError, match="changed: lr"):
-        train_adapters(linearize(tiny_model(), SMALL), TOKENS, train_config(steps=2, lr=0.5), tmp_path, resume=True)
+        train_adapters(
+            linearize(tiny_model(), SMALL), TOKENS, train_config(steps=2, lr=0.5), tmp_path, resume=True
+        )
     with pytest.raises(distill.UserError, match="nothing to resume"):
         train_adapters(linearize(tiny_model(), SMALL), TOKENS, train_config(), tmp_path / "no", resume=True)
 
@@ -317,8 +338,7 @@ def test_learning_rate_warms_up_and_ends_at_its_floor():
 
 @pytest.mark.parametrize("preset", ["best", "paper"])
 def test_a_saved_adapter_is_reloaded_bit_for_bit(preset, tmp_path):
-    overrides = {k: v for k, v in distill.PRESETS[preset].items() if k in LinearizeConfig.__dataclass_fields__}
-    model = stir(linearize(tiny_model(), LinearizeConfig(**(overrides | dict(sinks=2, window=5)))))
+    model = stir(linearize(tiny_model(), preset_config(preset, sinks=2, window=5)))
     save_adapter(model, tmp_path)
     loaded = load_adapter(tiny_model(), tmp_path)
     assert torch.equal(logits(loaded), logits(model))
@@ -334,7 +354,13 @@ def test_broken_and_foreign_adapter_folders_are_refused_in_one_line(tmp_path):
         load_adapter(tiny_model("llama"), tmp_path)
     with refused:
         load_adapter(tiny_model(), tmp_path / "nowhere")
-    for text in ("", "[]", '{"format": 1}', good_about.replace('"format": 1', '"format": 99'), good_about[:-20]):
+    for text in (
+        "",
+        "[]",
+        '{"format": 1}',
+        good_about.replace('"format": 1', '"format": 99'),
+        good_about[:-20],
+    ):
         about.write_text(text)
         with refused:
             load_adapter(tiny_model(), tmp_path)
@@ -370,7 +396,9 @@ def test_text_comes_from_txt_json_and_jsonl(tmp_path):
 
 def test_our_kernels_module_does_not_confuse_transformers():
     """transformers probes for a package named kernels; it must neither import ours nor lose it for us."""
-    code = "import distill, sys, kernels; from transformers.utils import is_kernels_available as f; assert not f();"
+    code = (
+        "import distill, kernels; from transformers.utils import is_kernels_available as f; assert not f();"
+    )
     code += "assert kernels.linear_attention; from transformers.models.qwen2 import modeling_qwen2"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -380,7 +408,8 @@ def test_our_kernels_module_does_not_confuse_transformers():
 
 def command(*args, cwd=ROOT, **env):
     full = os.environ | dict(HF_HUB_OFFLINE="1") | env
-    return subprocess.run([sys.executable, str(ROOT / "distill.py"), *args], cwd=cwd, env=full, capture_output=True, text=True)
+    line = [sys.executable, str(ROOT / "distill.py"), *args]
+    return subprocess.run(line, cwd=cwd, env=full, capture_output=True, text=True)
 
 
 def test_every_option_is_in_the_help_with_its_choices():

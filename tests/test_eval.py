@@ -59,7 +59,9 @@ def test_layer_error_is_normalised_mse_on_the_teachers_inputs():
             model(input_ids=SEQUENCES[:1])
         handle.remove()
     y, error = captured["teacher"], (captured["linear"] - captured["teacher"]).square()
-    assert math.isclose(result["linear"]["layer"][0], (error.mean() / y.var(unbiased=False)).item(), rel_tol=1e-4)
+    assert math.isclose(
+        result["linear"]["layer"][0], (error.mean() / y.var(unbiased=False)).item(), rel_tol=1e-4
+    )
     by_position = (error[0].mean(1) / y.var(unbiased=False)).view(8, 5).mean(1)
     # the first 8 tokens are exact: rounding errors, compared absolutely
     assert torch.allclose(torch.tensor(result["linear"]["position"][0]), by_position, rtol=1e-4, atol=1e-6)
@@ -100,7 +102,9 @@ def test_the_memory_off_row_of_the_comparison_is_the_layers_relative_error():
     captured = {}
     first = distill.attention_modules(model)[0]
     for name, context in (("teacher", as_teacher(model)), ("off", model.controller.switch("off"))):
-        handle = first.o_proj.register_forward_hook(lambda m, a, out, name=name: captured.__setitem__(name, out))
+        handle = first.o_proj.register_forward_hook(
+            lambda m, a, out, name=name: captured.__setitem__(name, out)
+        )
         with torch.no_grad(), context:
             model(input_ids=SEQUENCES[:1])
         handle.remove()
@@ -125,18 +129,29 @@ def trained(tmp_path_factory):
 
 def test_distill_writes_adapter_metrics_and_raw_results(trained):
     out = trained[0] / "out"
-    names = {"adapter_model.safetensors", "adapter_config.json", "metrics.jsonl", "progress.safetensors", "results.json"}
+    names = {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "metrics.jsonl",
+        "progress.safetensors",
+        "results.json",
+    }
     assert {p.name for p in out.iterdir()} == names
     result = json.loads((out / "results.json").read_text())
     assert {"command", "date", "machine", "torch", "fingerprint", "train", "linearize", "text"} <= set(result)
-    assert len(result["text"]["linear"]["nll"]) == 2 and len((out / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (
+        len(result["text"]["linear"]["nll"]) == 2
+        and len((out / "metrics.jsonl").read_text().splitlines()) == 3
+    )
     assert not list(out.glob("*.tmp"))
 
 
 def test_eval_of_a_saved_adapter_gives_the_figures_of_the_training_run(trained, capsys):
     folder, args = trained
     to = folder / "again.json"
-    done = evaluation.main(["--adapter", str(folder / "out"), "--json", str(to), "--tasks", "text,layers", *args])
+    done = evaluation.main(
+        ["--adapter", str(folder / "out"), "--json", str(to), "--tasks", "text,layers", *args]
+    )
     assert done == 0 and "memory off" in capsys.readouterr().out
     first, again = (json.loads(p.read_text()) for p in (folder / "out" / "results.json", to))
     assert first["text"] == again["text"] and first["fingerprint"] == again["fingerprint"]

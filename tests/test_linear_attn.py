@@ -1,4 +1,4 @@
-"""linear_attn.py: the recurrence and its chunked form agree for every rule; every lemma holds as it is stated."""
+"""linear_attn.py: the recurrence and its chunked form agree; every lemma holds as it is stated."""
 
 import pytest
 import torch
@@ -22,7 +22,11 @@ def inputs(seed, T, decay=None, B=2, G=2, R=2, K=5, V=3, top=1.0, dtype=F64):
     torch.manual_seed(seed)
     k = F.normalize(torch.randn(B, T, G, K, dtype=dtype), dim=-1)
     q, v = torch.randn(B, T, G * R, K, dtype=dtype), torch.randn(B, T, G, V, dtype=dtype)
-    g = {None: None, "head": -torch.rand(B, T, G, dtype=dtype), "channel": -torch.rand(B, T, G, K, dtype=dtype)}[decay]
+    g = {
+        None: None,
+        "head": -torch.rand(B, T, G, dtype=dtype),
+        "channel": -torch.rand(B, T, G, K, dtype=dtype),
+    }[decay]
     erase, write = (top * torch.rand(B, T, G, dtype=dtype) for _ in range(2))
     return [q, k, v, g, erase, write, torch.randn(B, G, K, V, dtype=dtype)]
 
@@ -80,7 +84,12 @@ def test_identical_keys_with_beta_one_stay_finite_and_exact():
     args[1] = args[1][:, :1].expand_as(args[1]).contiguous()
     args[4] = args[5] = torch.ones_like(args[4])
     assert relative(la.chunked(*args)[0], la.recurrent(*args)[0]) < EXACT
-    assert relative(la.chunked(*[x if x is None else x.float() for x in args])[0].double(), la.recurrent(*args)[0]) < 1e-5
+    assert (
+        relative(
+            la.chunked(*[x if x is None else x.float() for x in args])[0].double(), la.recurrent(*args)[0]
+        )
+        < 1e-5
+    )
 
 
 def test_none_means_no_decay_no_erase_full_write_and_an_empty_state():
@@ -99,7 +108,7 @@ def test_half_precision_in_gives_half_precision_out_and_a_float32_state(dtype):
         o, state = f(*args)
         assert o.dtype == dtype and state.dtype == torch.float32
     wide = [None if x is None else x.double() for x in args]
-    eps = torch.finfo(dtype).eps  # only the output is rounded: half a unit in the last place of the largest value
+    eps = torch.finfo(dtype).eps  # only the output is rounded: half a unit in its last place
     assert relative(la.chunked(*args)[0].double(), la.recurrent(*wide)[0]) < eps
 
 
@@ -109,6 +118,7 @@ def test_a_chunk_that_is_no_power_of_two_is_refused():
 
 
 # ----------------------------------------------------------------------------- rules
+
 
 def make_rule(name, dtype=F64, memory_heads=2, **kw):
     torch.manual_seed(0)
@@ -262,7 +272,9 @@ def test_diagnostics_are_those_of_the_definition_at_every_t():
             _, _, r = la.softmax_projection_identity(seen)
             assert torch.isclose(C[0, t, h], F.cosine_similarity(seen[-1], seen.mean(0), dim=0))
             assert torch.isclose(mean[0, t, h], r.norm(dim=-1).mean())
-            assert torch.isclose(rms[0, t, h], r.norm(dim=-1).square().mean().sqrt(), atol=1e-7)  # sqrt(1e-16)
+            assert torch.isclose(
+                rms[0, t, h], r.norm(dim=-1).square().mean().sqrt(), atol=1e-7
+            )  # sqrt(1e-16)
     assert (mean <= rms + 1e-12).all()
 
 
@@ -270,5 +282,7 @@ def test_diagnostics_are_those_of_the_definition_at_every_t():
 def test_softmax_attention_equals_torch(H):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 17, H, 8), torch.randn(2, 17, 2, 8), torch.randn(2, 17, 2, 8)
-    want = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True)
+    want = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+    )
     assert torch.allclose(la.softmax_attention(q, k, v), want.transpose(1, 2), atol=1e-5)
