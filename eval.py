@@ -176,9 +176,10 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return x.mean().item(), (x.std() / len(x) ** 0.5).item() if len(x) > 1 else math.nan
 
 
-def text_table(model, rows: dict, length: int) -> str:
+def text_table(result: dict) -> str:
     """Teacher, memory off at the same number of exact pairs, linearized; then what the memory adds."""
-    c, size = model.linearize_config, state_bytes(model, length)
+    c, rows, size = LinearizeConfig(**result["linearize"]), result["text"], result["state_bytes"]
+    length = result["train"]["seq_len"]
     names = {"teacher": "teacher (softmax)", "off": "memory off", "linear": f"memory ({c.rule}, {c.merge})"}
     head = (f"T = {length}", "ppl", "nll ± s.e.", "KL ± s.e.", "top-1", "pairs", "bytes/seq")
     lines = ["{:24s}{:>8s}{:>17s}{:>18s}{:>7s}{:>7s}{:>13s}".format(*head)]
@@ -190,7 +191,7 @@ def text_table(model, rows: dict, length: int) -> str:
     for metric in ("nll", "kl"):
         saved, error = mean_and_error([a - b for a, b in zip(rows["off"][metric], rows["linear"][metric])])
         gap, gap_error = mean_and_error([a - b for a, b in zip(rows["off"][metric], rows["teacher"][metric])])
-        part = f", {saved / gap:.0%} of the gap to the teacher" if gap > 3 * gap_error else ""  # is there one?
+        part = f", {saved / gap:.0%} of the gap to the teacher" if gap > 3 * gap_error else ""
         lines.append(f"the memory lowers {metric:3s} by {saved:.5f} ± {error:.5f} (paired){part}")
     return "\n".join(lines)
 
@@ -222,7 +223,7 @@ def report(model, held_out: Tensor, train: TrainConfig, path: Path, tasks=("text
     if "text" in tasks:
         result["state_bytes"] = state_bytes(model, held_out.shape[1])
         result["text"] = measure_text(model, held_out)
-        print(text_table(model, result["text"], held_out.shape[1]))
+        print(text_table(result))
     if "layers" in tasks:
         result["layers"] = measure_layers(model, held_out)
         print(layers_table(result["layers"]))

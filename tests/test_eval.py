@@ -192,3 +192,10 @@ def test_the_embedded_teacher_recalls_and_reads(trained):
     nll = F.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten())
     # the help topics differ a little between Python versions, and windows are shorter here
     assert nll.exp() < 1.5 * metrics["held_out_perplexity"]
+
+
+def test_the_tables_of_the_readme_are_those_of_the_raw_results():
+    import readme_tables
+
+    text = (readme_tables.ROOT / "README.md").read_text()
+    assert readme_tables.rewritten(text) == text
