@@ -55,7 +55,8 @@ def text_row(model: str, pairs: int, run: dict, row: str, name: str, trained: st
     kl, error = evaluation.mean_and_error(run["text"][row]["kl"][: SHARED[model]])
     shown = "0" if row == "teacher" else f"{kl:.3f} ± {error:.3f}"
     exact = run["train"]["seq_len"] if row == "teacher" else pairs
-    return f"| {model} | {exact} | {name} | {trained} | {math.exp(nll):.2f} | {shown} | {run['state_bytes'][row]:,} |"
+    figures = f"{math.exp(nll):.2f} | {shown} | {run['state_bytes'][row]:,}"
+    return f"| {model} | {exact} | {name} | {trained} | {figures} |"
 
 
 SHARED = {
