@@ -149,11 +149,14 @@ def compare(model, tokens: Tensor, held_out: Tensor, train: TrainConfig, configs
 
 
 def rule_configs(base: LinearizeConfig) -> dict[str, LinearizeConfig]:
-    """Every rule under both merges, all else as in `base`; and the memory switched off."""
-    made = {"memory off": dataclasses.replace(base, merge="off")}
-    for rule in RULES:
-        for merge in ("sum", "lse"):
-            made[f"{rule} {merge}"] = dataclasses.replace(base, rule=rule, merge=merge)
+    """Every rule under both merges, all else as in `base`; `sum` also with the features, heads and biases of the
+    paper, since a read that is only added must have the right size from the start; and the memory off."""
+    names = ("features", "memory_per", "beta_bias", "decay_bias")
+    paper = {name: distill.PRESETS["paper"][name] for name in names}
+    made = {"memory off": dataclasses.replace(base, merge="off", router="recency")}
+    for merge, more, note in (("sum", {}, ""), ("sum", paper, ", paper's"), ("lse", {}, "")):
+        for rule in RULES:
+            made[f"{rule} {merge}{note}"] = dataclasses.replace(base, rule=rule, merge=merge, **more)
     return made
 
 

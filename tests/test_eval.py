@@ -86,7 +86,9 @@ def test_comparison_trains_all_configs_as_if_alone():
     tokens = torch.randint(1, 50, (500,), generator=torch.Generator().manual_seed(1))
     configs = evaluation.rule_configs(SMALL)
     together = evaluation.compare(model, tokens, SEQUENCES, train, configs)
-    assert list(together) == ["memory off"] + [f"{r} {m}" for r in evaluation.RULES for m in ("sum", "lse")]
+    assert list(together) == ["memory off"] + [
+        f"{rule} {merge}" for merge in ("sum", "sum, paper's", "lse") for rule in evaluation.RULES
+    ]
     alone = evaluation.compare(model, tokens, SEQUENCES, train, {"kda lse": configs["kda lse"]})
     assert alone["kda lse"] == together["kda lse"]
     untrained = evaluation.compare(model, tokens, SEQUENCES, TrainConfig(steps=0, seq_len=32), configs)
