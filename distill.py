@@ -127,7 +127,8 @@ def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto"):
         model = hf.AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **kw).to(device)
     except Exception as error:  # a dozen classes: network, JSON parser, no such device, no gguf package, ...
         raise UserError(f"cannot load model {source!r} on {device}: {brief(error)}") from None
-    model.is_quantized = False  # GGUF weights are dequantized on loading, but stay marked as quantized
+    if kw:
+        model.is_quantized = False  # GGUF weights are dequantized on loading, but stay marked as quantized
     return model.eval().requires_grad_(False), tokenizer
 
 
@@ -144,7 +145,7 @@ def read_text(source: str) -> str:
         if path.suffix == ".json":
             return "\n\n".join(row["text"] for row in json.loads(text))
         if path.suffix == ".jsonl":
-            return "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+            return "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
         return text
     except (KeyError, TypeError, json.JSONDecodeError):
         raise UserError(f"{source}: want a list or lines of objects with a text field") from None
@@ -214,7 +215,7 @@ def _keep_hidden(module, args, kwargs):
 
 
 def _check_inputs(module, args, kwargs):
-    """Pre-hook on the base model: no cache, no packed documents."""
+    """Pre-hook on the base model: no cache, no packed documents; padded rows count their own positions."""
     if kwargs.get("use_cache") or kwargs.get("cache", kwargs.get("past_key_values")) is not None:
         raise ValueError("a linearized model keeps no key-value cache: use_cache=False")
     position, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
@@ -224,6 +225,8 @@ def _check_inputs(module, args, kwargs):
             restart = restart & mask[:, :-1].bool() & mask[:, 1:].bool()
         if bool(restart.any()):
             raise ValueError("position_ids restart within a row: packed documents need rows of their own")
+    elif mask is not None and mask.dim() == 2:  # softmax does not mind a shift of RoPE, phi(q) and phi(k) do
+        return args, kwargs | dict(position_ids=(mask.cumsum(1) - 1).clamp(min=0))
 
 
 def linearize(
@@ -237,7 +240,8 @@ def linearize(
     kind, modules, text = model.config.model_type, attention_modules(model), model.config.get_text_config()
     if kind in REFUSED:
         raise UserError(f"cannot linearize {kind}: {REFUSED[kind]}")
-    if sum(output_projection(m) is not None for m in modules) != text.num_hidden_layers:
+    odd = getattr(text, "attention_chunk_size", None) or any(hasattr(m, "kv_lora_rank") for m in modules)
+    if odd or sum(output_projection(m) is not None for m in modules) != text.num_hidden_layers:
         raise UserError(f"cannot linearize {kind}: its attention modules are not of a shape this code knows")
     if linear_layers(model):
         raise UserError("this model is linearized already")
@@ -360,8 +364,9 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
             loss = LOSSES[train.loss](model, ids.to(params[0].device))
             if not math.isfinite(loss):
                 raise UserError(f"the loss is {loss} at step {step}; the last save stays; try a lower --lr")
-            for group in clip_groups:
-                nn.utils.clip_grad_norm_(group, train.clip)
+            norms = [nn.utils.clip_grad_norm_(group, train.clip) for group in clip_groups]
+            if not all(map(math.isfinite, norms)):
+                raise UserError(f"infinite gradient at step {step}; the last save stays; try a lower --lr")
             optimizer.step()
             rate = (step + 1 - first) * ids.numel() / (time.time() - start)
             records.append(dict(step=step, loss=loss, lr=learning_rate(step, train), tokens_per_second=rate))
@@ -412,6 +417,7 @@ def load_adapter(model: hf.PreTrainedModel, folder: Path | str) -> hf.PreTrained
         raise UserError(f"{folder} was trained on a {kind} model, this one is {model.config.model_type}")
     linearize(model, config, layers)
     set_parameters(model, tensors, folder)
+    model.trained = about["train"]
     return model
 
 
@@ -428,17 +434,12 @@ def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list
     """All that --resume needs in one file: its parts cannot disagree. Then metrics and the adapter."""
     state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
     state |= {name: p.detach().cpu() for name, p in new_parameters(model).items()}
-    about = dict(settings=settings(model, train), records=json.dumps(records))
+    settings = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
+    about = dict(settings=json.dumps(settings), records=json.dumps(records))
     write_atomically(out / "progress.safetensors", lambda p: save_file(state, p, metadata=about))
     lines = [json.dumps(record) + "\n" for record in records]
     write_atomically(out / "metrics.jsonl", lambda p: p.write_text("".join(lines)))
     save_adapter(model, out, train)
-
-
-def settings(model: hf.PreTrainedModel, train: TrainConfig) -> str:
-    """What must not change between a run and its continuation."""
-    both = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
-    return json.dumps({k: v for k, v in both.items() if k not in ("eval_tokens", "save_every")})
 
 
 def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]:
@@ -448,7 +449,8 @@ def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]
             state, about = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()
     except Exception as error:
         raise UserError(f"nothing to resume in {out}: {brief(error)}") from None
-    then, now = json.loads(about["settings"]), json.loads(settings(model, train))
+    now = json.loads(json.dumps(dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)))
+    then = json.loads(about["settings"]) | dict(eval_tokens=train.eval_tokens, save_every=train.save_every)
     if changed := sorted(k for k in now if then.get(k) != now[k]):
         raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
     set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)
@@ -493,8 +495,7 @@ def check_writable(folder: Path) -> None:
 
 
 def run(args: argparse.Namespace, report: Callable) -> None:
-    config, train = configs_from(args)
-    out = Path(args.out)
+    (config, train), out = configs_from(args), Path(args.out)
     if train.seq_len <= config.exact_pairs:
         pairs = config.exact_pairs
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window = {pairs}")
@@ -509,10 +510,9 @@ def run(args: argparse.Namespace, report: Callable) -> None:
     print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
     if train.steps and new:
         train_adapters(model, tokens, train, out, args.resume)
-    save_adapter(model, out, train)
     if fingerprint(model) != before:
         raise RuntimeError("a frozen weight has changed: a bug in this program")
-    print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); adapter in {out}/\n")
+    print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); results in {out}/\n")
     report(model, held_out, train, out / "results.json")
 
 
@@ -530,7 +530,7 @@ def command_line(parser: argparse.ArgumentParser, run: Callable, argv: list[str]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"error: cannot read or write {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"error: {error.strerror or error}: {error.filename or 'no file'}", file=sys.stderr)
     else:
         return 0
     return 2

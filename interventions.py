@@ -49,8 +49,9 @@ def check_options(config) -> None:
         low, high = m["low"], math.inf if m["high"] is None else m["high"]
         if m["choices"] is not None:
             lookup(dict.fromkeys(m["choices"]), value, field.name)
-        elif isinstance(field.default, (int, float)) and not isinstance(value, (int, float)):
-            raise ValueError(f"{field.name} must be a number, got {value!r}")
+        elif isinstance(field.default, (int, float)) and not isinstance(value, (int, type(field.default))):
+            kind = "whole number" if isinstance(field.default, int) else "number"
+            raise ValueError(f"{field.name} must be a {kind}, got {value!r}")
         elif low is not None and not low <= value <= high:
             top = "" if m["high"] is None else f" and at most {high}"
             raise ValueError(f"{field.name} must be at least {low}{top}, got {value}")
@@ -108,12 +109,11 @@ class LinearizeConfig:
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None):
     """Softmax attention over one set of keys: q (..., G, R, C, K), k (..., G, L, K), v (..., G, L, V).
 
-    visible (..., 1 or G, C, L) -> o (..., G, R, C, V), log-sum-exp (..., G, R, C), p (..., G, R, C, L). As
-    Hugging Face's eager attention does it: products in the model's dtype, softmax in float32.
+    visible (..., 1 or G, C, L) -> o (..., G, R, C, V), log-sum-exp (..., G, R, C), p (..., G, R, C, L).
+    HAZARD: scores need float32. Qwen's reach thousands before scaling, where bfloat16 has steps of 8.
     """
-    R, C = q.shape[-3:-1]
-    score = (q.flatten(-3, -2) @ k.mT).unflatten(-2, (R, C))
-    score = score.to(working_dtype(score)) * scale
+    (R, C), dtype = q.shape[-3:-1], working_dtype(q)
+    score = (q.flatten(-3, -2).to(dtype) @ k.mT.to(dtype)).unflatten(-2, (R, C)) * scale
     if softcap is not None:
         score = torch.tanh(score / softcap) * softcap
     score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
@@ -133,7 +133,7 @@ def exact_attention(
     """
     B, T, H, _ = q_bthk.shape
     G, V, device, C = k_btgk.shape[2], v_btgv.shape[-1], q_bthk.device, min(block, T)
-    if sinks == window == 0:
+    if T == 0 or sinks == window == 0:
         nothing = q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
         return v_btgv.new_zeros(B, T, H, V), nothing
     N, L = -(-T // C), window - 1 + C
@@ -462,7 +462,7 @@ class LinearizedAttention(nn.Module):
         return torch.cat(outputs, 1)
 
     def memory_bytes(self, itemsize: int) -> int:
-        """Bytes per sequence beside the exact pairs: state, moments, convolution tails, waiting gates."""
+        """Bytes beside the exact pairs: state, moments (around a sink's key), conv tails, waiting gates."""
         if not self.merge.uses_memory:
             return 0
         c, rule = self.config, self.rule
@@ -509,8 +509,11 @@ def attention_forward(module, query, key, value, attention_mask, scaling=None, s
         raise ValueError("a linearized model was given past keys: call it with use_cache=False")
     if own_window is not None and own_window < T:
         raise ValueError(f"layer {module.layer_idx} has its own sliding window: {own_window} of {T} tokens")
-    layer, order = getattr(module, "linear", None), None
-    hidden = None if layer is None else layer.hidden
+    if options.get("s_aux") is not None or options.get("position_bias") is not None:
+        raise ValueError(f"layer {module.layer_idx} has sink logits or a position bias")
+    layer, order, hidden = getattr(module, "linear", None), None, None
+    if layer is not None:
+        hidden, layer.hidden = layer.hidden, None  # kept longer, it would hold on to the graph
     if attention_mask is not None:
         if attention_mask.dim() != 2:
             raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")

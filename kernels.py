@@ -372,8 +372,10 @@ def plan(
 
 
 def launch(kernel, grid: tuple, *args, **constants) -> None:
-    """Run `kernel` with those of `constants` that it declares."""
-    kernel[grid](*args, **{n: c for n, c in constants.items() if n in kernel.arg_names}, **LAUNCH)
+    """Run `kernel` with those of `constants` that it declares, on the GPU where its tensors are."""
+    where = torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor)))  # not always the current one
+    with where:
+        kernel[grid](*args, **{n: c for n, c in constants.items() if n in kernel.arg_names}, **LAUNCH)
 
 
 class ChunkedDelta(torch.autograd.Function):

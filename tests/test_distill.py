@@ -1,5 +1,6 @@
 """distill.py: the swap changes attention alone, training changes the new parameters alone."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -112,13 +113,14 @@ def test_memory_off_is_sinks_and_window_alone():
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
 @pytest.mark.parametrize("mode", ["linear", "off"])
-def test_a_padded_batch_gives_each_row_its_own_logits(side, mode):
+@pytest.mark.parametrize("positions", [True, False])
+def test_a_padded_batch_gives_each_row_its_own_logits(side, mode, positions):
     model, real = stir(linearize(tiny_model(), SMALL)), IDS[0, :25]
     gap = torch.zeros(15, dtype=torch.long)
     row = {"left": [gap, real], "right": [real, gap], "middle": [real[:11], gap, real[11:]]}[side]
     ids = torch.stack([torch.cat(row), IDS[1]])
     mask = torch.stack([torch.cat([torch.ones(len(x)) * (x is not gap) for x in row]), torch.ones(40)]).long()
-    position = (mask.cumsum(1) - 1).clamp(min=0)
+    position = (mask.cumsum(1) - 1).clamp(min=0) if positions else None  # None: counted from the mask
     with model.controller.switch(mode):
         got = logits(model, ids, attention_mask=mask, position_ids=position)
         assert torch.allclose(got[0][mask[0].bool()], logits(model, real[None])[0], **SAME)
@@ -160,6 +162,16 @@ def test_generate_without_a_cache_equals_stepping_by_hand():
         scores[:, model.generation_config.eos_token_id or 2] = -torch.inf  # min_new_tokens forbids the end
         ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], 1)
     assert torch.equal(got, ids)
+
+
+def test_a_batch_with_left_padding_generates_what_its_rows_generate_alone():
+    model, short = stir(linearize(tiny_model(), SMALL)), IDS[0, :15]
+    ids = torch.stack([torch.cat([torch.zeros(10, dtype=torch.long), short]), IDS[1, :25]])
+    mask = torch.tensor([[0] * 10 + [1] * 15, [1] * 25])
+    options = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0)
+    together = model.generate(ids, attention_mask=mask, **options)[:, 25:]
+    for row, prompt in zip(together, (short, IDS[1, :25])):
+        assert torch.equal(model.generate(prompt[None], **options)[0, len(prompt) :], row)
 
 
 def test_what_a_linearized_model_cannot_do_is_refused_in_one_line():
@@ -238,6 +250,27 @@ def test_every_loss_trains_new_parameters_only_and_goes_down(loss, tmp_path):
     assert fingerprint(model) == before
     changed = [n for n, p in new_parameters(model).items() if not torch.equal(p, old[n])]
     assert len(changed) == len(old)
+
+
+def test_a_trained_model_can_be_copied():
+    model = linearize(tiny_model(), SMALL)
+    distill.cross_entropy_loss(model, IDS)
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+
+
+def test_an_infinite_gradient_stops_the_run_before_it_spoils_a_parameter(tmp_path, monkeypatch):
+    model = linearize(tiny_model(), SMALL)
+    before = {n: p.detach().clone() for n, p in new_parameters(model).items()}
+
+    def loss(model, ids):
+        next(iter(new_parameters(model).values())).grad = torch.full((4,), torch.inf)
+        return 1.0
+
+    monkeypatch.setitem(LOSSES, "layer", loss)
+    with pytest.raises(distill.UserError, match="infinite gradient at step 0"):
+        train_adapters(model, TOKENS, train_config(steps=1), tmp_path)
+    assert all(torch.equal(p, before[n]) for n, p in new_parameters(model).items())
+    assert not list(tmp_path.iterdir())
 
 
 def test_layer_loss_is_each_layers_own_error_with_no_gradient_between_layers():
@@ -430,7 +463,7 @@ def test_every_option_is_in_the_help_with_its_choices():
         (["--model", "nobody/no-model"], "cannot load model 'nobody/no-model'"),
         (["--seq-len", "100"], "--seq-len 100 must be longer than sinks + window = 132"),
         (["--seq-len", "1000000"], "too little text"),
-        (["--out", "/proc/nothing/here"], "cannot read or write /proc/nothing"),
+        (["--out", "/proc/nothing/here"], "/proc/nothing"),
         (["--layers", "0", "9"], "no layer 9: the model has layers 0 to"),
         (["--device", "cuda:99"], "on cuda:99: "),
         (["--steps", "-1"], "steps must be at least 0, got -1"),

@@ -194,7 +194,7 @@ def test_lemma_1_remainder_is_at_most_half_the_squared_norm(seed, t, size):
 
 
 def test_lemma_1_as_printed_in_the_main_text_is_false():
-    """(x_i - mean x + eps_i)/t with |eps_i| <= ||x||^2/2: one score of 1 among 512 breaks it."""
+    """(x_i - mean x + eps_i)/t with |eps_i| <= ||x||^2/2: one score of 3 among 512 breaks it."""
     x = torch.zeros(512, dtype=F64)
     x[0] = 3.0
     first_order, bound = la.softmax_first_order(x)
