@@ -392,14 +392,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(temporary, path)
 
 
-def save_adapter(model: hf.PreTrainedModel, folder: Path, train: TrainConfig | None = None) -> None:
+def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConfig | None = None) -> None:
     """adapter_model.safetensors + adapter_config.json, the layout people know from peft."""
     about = dict(format=FORMAT, base_model=model.config._name_or_path, model_type=model.config.model_type,
                  layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
                  train=None if train is None else dataclasses.asdict(train))  # fmt: skip
     tensors = {name: p.detach().cpu().contiguous() for name, p in new_parameters(model).items()}
-    write_atomically(folder / "adapter_model.safetensors", lambda p: save_file(tensors, p))
-    write_atomically(folder / "adapter_config.json", lambda p: p.write_text(json.dumps(about, indent=1)))
+    write_atomically(Path(folder, "adapter_model.safetensors"), lambda p: save_file(tensors, p))
+    write_atomically(Path(folder, "adapter_config.json"), lambda p: p.write_text(json.dumps(about, indent=1)))
 
 
 def load_adapter(model: hf.PreTrainedModel, folder: Path | str) -> hf.PreTrainedModel:
