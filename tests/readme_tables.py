@@ -84,6 +84,20 @@ def paired() -> str:
     return "\n".join(lines)
 
 
+def routers() -> str:
+    """The memory of smollm2_best_132, trained under recency, read under other routers; the same sequences."""
+    lines = ["| router, 132 pairs | perplexity | KL to teacher |", "|---|---|---|"]
+    runs = [("memory off, recency", load("smollm2_mix_132"), "off")]
+    runs += [("recency (128 newest)", load("smollm2_best_132"), "linear")]
+    runs += [(f"{r} (64 newest + 64 chosen)", load(f"smollm2_{r}_132"), "linear") for r in ("mass", "mix")]
+    count = len(runs[0][1]["text"]["off"]["nll"])
+    for name, run, row in runs:
+        nll, _ = evaluation.mean_and_error(run["text"][row]["nll"][:count])
+        kl, error = evaluation.mean_and_error(run["text"][row]["kl"][:count])
+        lines.append(f"| {name} | {math.exp(nll):.2f} | {kl:.3f} ± {error:.3f} |")
+    return "\n".join(lines)
+
+
 def rules() -> str:
     return "```\n" + evaluation.rules_table(load("rules")["rules"]) + "\n```"
 
@@ -108,7 +122,7 @@ def lines() -> str:
 
 
 ORDER = ("linear_attn", "kernels", "interventions", "distill", "eval")
-TABLES = (default, text, paired, rules, kernels, lines)
+TABLES = (default, text, paired, routers, rules, kernels, lines)
 
 
 def rewritten(readme: str) -> str:
