@@ -359,7 +359,7 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
     try:
         for step, ids in enumerate(bar, first):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, train)
+                group["lr"] = lr = learning_rate(step, train)
             optimizer.zero_grad()
             loss = LOSSES[train.loss](model, ids.to(params[0].device))
             if not math.isfinite(loss):
@@ -369,7 +369,7 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
                 raise UserError(f"infinite gradient at step {step}; the last save stays; try a lower --lr")
             optimizer.step()
             rate = (step + 1 - first) * ids.numel() / (time.time() - start)
-            records.append(dict(step=step, loss=loss, lr=learning_rate(step, train), tokens_per_second=rate))
+            records.append(dict(step=step, loss=loss, lr=lr, tokens_per_second=rate))
             bar.set_postfix(loss=f"{loss:.4f}", tok_s=f"{rate:.0f}")
             if (step + 1) % train.save_every == 0 or step + 1 == train.steps:
                 save_progress(model, optimizer, train, out, records)
@@ -513,7 +513,7 @@ def run(args: argparse.Namespace, report: Callable) -> None:
     if fingerprint(model) != before:
         raise RuntimeError("a frozen weight has changed: a bug in this program")
     print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); results in {out}/\n")
-    report(model, held_out, train, out / "results.json")
+    report(model, held_out, train, out / "results.json", before)
 
 
 def command_line(parser: argparse.ArgumentParser, run: Callable, argv: list[str] | None = None) -> int:

@@ -184,6 +184,11 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return x.mean().item(), (x.std() / len(x) ** 0.5).item() if len(x) > 1 else math.nan
 
 
+def paired(rows: dict, metric: str, row: str) -> tuple[float, float]:
+    """Mean and standard error of what `row` saves of the memory-off row's nll or KL, sequence by sequence."""
+    return mean_and_error([off - on for off, on in zip(rows["off"][metric], rows[row][metric])])
+
+
 def text_table(result: dict) -> str:
     """Teacher, memory off at the same number of exact pairs, linearized; then what the memory adds."""
     c, rows, size = LinearizeConfig(**result["linearize"]), result["text"], result["state_bytes"]
@@ -197,8 +202,7 @@ def text_table(result: dict) -> str:
         figures = f"{math.exp(nll):8.3f}{nll:9.4f} ±{nll_se:.4f} {kl:9.5f} ±{kl_se:.4f} {top1:6.3f}"
         lines.append(f"{name:24s}{figures}{pairs:7d}{size[key]:13,d}")
     for metric in ("nll", "kl"):
-        saved, error = mean_and_error([a - b for a, b in zip(rows["off"][metric], rows["linear"][metric])])
-        gap, gap_error = mean_and_error([a - b for a, b in zip(rows["off"][metric], rows["teacher"][metric])])
+        (saved, error), (gap, gap_error) = (paired(rows, metric, row) for row in ("linear", "teacher"))
         part = f", {saved / gap:.0%} of the gap to the teacher" if gap > 3 * gap_error else ""
         lines.append(f"the memory lowers {metric:3s} by {saved:.5f} ± {error:.5f} (paired){part}")
     return "\n".join(lines)
@@ -213,7 +217,7 @@ def layers_table(result: dict) -> str:
     return "\n".join(lines)
 
 
-def provenance(model, train: TrainConfig) -> dict:
+def provenance(model, train: TrainConfig, fingerprint: str) -> dict:
     """What a figure needs beside it to be run again."""
     device = next(model.parameters()).device
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, {device}"
@@ -221,13 +225,16 @@ def provenance(model, train: TrainConfig) -> dict:
         command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%d"),
         machine=machine, torch=torch.__version__, train=getattr(model, "trained", dataclasses.asdict(train)),
         measured=dict(seq_len=train.seq_len, model=train.model, data=train.data, eval_data=train.eval_data),
-        linearize=dataclasses.asdict(model.linearize_config), fingerprint=distill.fingerprint(model),
+        linearize=dataclasses.asdict(model.linearize_config), fingerprint=fingerprint,
     )  # fmt: skip
 
 
-def report(model, held_out: Tensor, train: TrainConfig, path: Path, tasks=("text",), tokens=None) -> None:
-    """Run the tasks, print their tables, write everything raw to `path`."""
-    result = provenance(model, train)
+def report(
+    model, held_out: Tensor, train: TrainConfig, path: Path, fingerprint: str, tasks=("text",), tokens=None
+) -> None:
+    """Run the tasks, print their tables, write everything raw to `path`. `fingerprint`: of the backbone, from
+    the caller, who has it already: hashing every weight once more takes seconds to minutes."""
+    result = provenance(model, train, fingerprint)
     result["new_parameters"] = sum(p.numel() for p in distill.new_parameters(model).values())
     if "text" in tasks:
         result["state_bytes"] = state_bytes(model, held_out.shape[1])
@@ -249,15 +256,15 @@ def run(args: argparse.Namespace) -> None:
     if bad := [t for t in tasks if t not in TASKS]:
         raise distill.UserError(f"unknown task {bad[0]!r}; choose from: {', '.join(TASKS)}")
     distill.check_writable(Path(args.json).resolve().parent)
+    if not args.adapter and tasks != ("rules",):
+        raise distill.UserError("tasks text and layers need --adapter DIR (python distill.py makes one)")
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
     tokens, held_out = distill.load_data(tokenizer, train)
     if args.adapter:
         distill.load_adapter(model, args.adapter)
-    elif tasks == ("rules",):
-        distill.linearize(model, config, train.layers or None, train.seed)
     else:
-        raise distill.UserError("tasks text and layers need --adapter DIR (python distill.py makes one)")
-    report(model, held_out, train, Path(args.json), tasks, tokens)
+        distill.linearize(model, config, train.layers or None, train.seed)
+    report(model, held_out, train, Path(args.json), distill.fingerprint(model), tasks, tokens)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -159,7 +159,7 @@ def exact_attention(
 # ----------------------------------------------------------------------------- what the memory absorbed
 
 
-def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, offset: Tensor, square) -> dict[str, Tensor]:
+def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, offset: Tensor, square=None) -> dict:
     """What (9) needs: count, q.mu, q^T Sigma q (B,T,H), from the mean `offset` and mean square of k - origin.
 
     Second moments are taken around one key: Qwen's keys have biases of 100 and more, and E[k^2] - mu^2 would
@@ -435,10 +435,9 @@ class LinearizedAttention(nn.Module):
             if uses_memory and count:
                 moments = None
                 if self.merge.uses_moments:
-                    about = (x.transpose(1, 2) for x in (origin, total / count, square / count))
+                    sums = (total, square) if c.moments == "diag" else (total,)
+                    about = (x.transpose(1, 2) for x in (origin, *(x / count for x in sums)))
                     moments = query_moments(q_now, S.new_full((1, 1), count), *about)
-                    if c.moments == "mean":
-                        del moments["q_cov_q"]
                 o_memory = torch.einsum("bcgrk,bgkv->bcgrv", q_in[:, t0:t1].unflatten(2, (G * each, -1)), S)
                 read = self.answer(o_memory.flatten(2, 3), moments)
                 out = self.merge(out, lse, read, q_now, moments, scale)

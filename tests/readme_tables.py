@@ -72,14 +72,9 @@ def paired() -> str:
         for preset in ("best", "paper"):
             for pairs in (64, 132):
                 rows = load(f"{key}_{preset}_{pairs}")["text"]
-                gain = [
-                    [a - b for a, b in zip(rows["off"][m], rows["linear"][m], strict=True)]
-                    for m in ("nll", "kl")
-                ]
-                (nll, nll_se), (kl, kl_se) = map(evaluation.mean_and_error, gain)
-                figures = (
-                    f"nll {nll:+.4f} ± {nll_se:.4f}, KL {kl:+.4f} ± {kl_se:.4f} over {len(gain[0])} sequences"
-                )
+                (nll, nll_se), (kl, kl_se) = (evaluation.paired(rows, m, "linear") for m in ("nll", "kl"))
+                count = len(rows["off"]["nll"])
+                figures = f"nll {nll:+.4f} ± {nll_se:.4f}, KL {kl:+.4f} ± {kl_se:.4f} over {count} sequences"
                 lines.append(f"- {model}, {preset}, {pairs} pairs: {figures}")
     return "\n".join(lines)
 

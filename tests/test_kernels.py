@@ -22,15 +22,12 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from gpu_check import relative_error  # noqa: E402
+
 import kernels as M  # noqa: E402
 from kernels import linear_attention, recurrent  # noqa: E402
 
 triton_attention = functools.partial(linear_attention, impl="triton")
-
-
-def relative_error(got, want):
-    """max|got - want| / max|want|; an exactly zero reference must be met exactly."""
-    return ((got.double() - want.double()).abs().max() / want.abs().max().clamp(min=1e-30)).item()
 
 
 few = settings(max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
