@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub import hf_hub_download
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -59,7 +59,7 @@ sys.modules["kernels"] = _ours
 
 EMBEDDED = Path(__file__).resolve().parent / "tests" / "teacher"
 NAME = "linear_memory"  # our attention's name inside transformers
-FORMAT = 1  # of the adapter folder
+FORMAT = 2  # of the adapter folder
 LOSSES: dict[str, Callable] = {}
 
 
@@ -209,24 +209,91 @@ def new_parameters(model: hf.PreTrainedModel) -> dict[str, nn.Parameter]:
     return {f"layers.{i}.{n}": p for i, m in linear_layers(model).items() for n, p in m.named_parameters()}
 
 
+class MemoryCacheLayer(hf.cache_utils.CacheLayerMixin):
+    """A linearized layer's place in transformers' cache: one `State` a row, and nothing that grows."""
+
+    is_compileable = is_croppable = is_sliding = supports_early_init = False
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.seen = [], 0
+
+    def update(self, key, value, *args, kwargs=None, **_):
+        """Called before attention: keeps nothing, and hands itself on to `attention_forward`."""
+        self.seen, self.is_initialized, kwargs["memory"] = self.seen + key.shape[-2], True, self
+        return key, value
+
+    def get_seq_length(self) -> int:
+        return self.seen  # columns, padding included: masks and positions count them
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beams: Tensor) -> None:
+        self.rows = [self.rows[i] for i in beams.tolist()]
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.rows = [row for row in self.rows for _ in range(repeats)]
+
+    def reset(self) -> None:
+        self.__init__()
+
+    def crop(self, length: int) -> None:
+        raise ValueError(
+            "a memory cannot forget its last tokens: no assisted decoding, no cropping of a cache"
+        )
+
+    lazy_initialization = offload = prefetch = lambda self, *_: None
+
+
 def _keep_hidden(module, args, kwargs):
     """Pre-hook: the gates read the layer's input, which the attention function is not given."""
     module.linear.hidden = args[0] if args else kwargs["hidden_states"]
 
 
-def _check_inputs(module, args, kwargs):
-    """Pre-hook on the base model: no cache, no packed documents; padded rows count their own positions."""
-    if kwargs.get("use_cache") or kwargs.get("cache", kwargs.get("past_key_values")) is not None:
-        raise ValueError("a linearized model keeps no key-value cache: use_cache=False")
+def _prepare_inputs(module, args, kwargs):
+    """Pre-hook on the base model: constant-size cache layers for empty ones, positions from the mask."""
+    if module.config._attn_implementation != NAME:
+        return  # the model is its own teacher now
+    cache = kwargs.pop("past_key_values", None)  # the older name of the same argument
+    cache, use = kwargs.pop("cache", cache), kwargs.get("use_cache")
     position, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if position is not None:
-        restart = position[:, 1:] <= position[:, :-1]
-        if mask is not None and mask.dim() == 2:  # positions of padding mean nothing
-            restart = restart & mask[:, :-1].bool() & mask[:, 1:].bool()
+    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    # In training a carried state would only hold on to the graph.
+    kwargs["use_cache"] = use = (
+        module.config.use_cache and not torch.is_grad_enabled() if use is None else use
+    )
+    ours = cache is not None and any(isinstance(x, MemoryCacheLayer) for x in cache.layers)
+    if not ours and (use or cache is not None) and linear_layers(module):
+        if cache is not None and cache.get_seq_length():
+            raise ValueError("past_key_values hold keys of another model: start from an empty cache")
+        fresh = hf.DynamicCache(config=module.config)  # layers that keep softmax keep their kind of cache
+        for i in linear_layers(module):
+            fresh.layers[i] = MemoryCacheLayer()
+        if type(cache) is hf.DynamicCache:  # the caller's own object, to be used again in the next turn
+            cache.layers, cache.layer_class_to_replicate = fresh.layers, None
+        else:
+            cache = fresh
+    if cache is not None:
+        kwargs["cache"] = cache
+    if position is not None and position.shape[-1] > 1:
+        restart = position[..., 1:] <= position[..., :-1]
+        if mask is not None:  # positions of padding mean nothing
+            real = mask[:, -position.shape[-1] :].bool()
+            restart = restart & real[:, :-1] & real[:, 1:]
         if bool(restart.any()):
             raise ValueError("position_ids restart within a row: packed documents need rows of their own")
-    elif mask is not None and mask.dim() == 2:  # softmax does not mind a shift of RoPE, phi(q) and phi(k) do
-        return args, kwargs | dict(position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    elif position is None and mask is not None:
+        # HAZARD: softmax does not mind a shift of RoPE, but phi(q) and phi(k) do.
+        ids = args[0] if args else kwargs.get("input_ids")
+        T = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
+        kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -T:]
+    return args, kwargs
 
 
 def linearize(
@@ -257,9 +324,22 @@ def linearize(
             m.linear = LinearizedAttention(config, text.hidden_size, heads, kv_heads, dim, dim)
             m.linear.to(next(m.parameters()).device).controller = model.controller
             m.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
-    model.base_model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
     model.set_attn_implementation(NAME)
-    model.config.use_cache = model.generation_config.use_cache = False
+    return model
+
+
+def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
+    """The teacher again, bit for bit: everything that `linearize` added is gone."""
+    model.set_attn_implementation(model.controller.teacher_attention)
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook in (_keep_hidden, _prepare_inputs):
+                del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
+    for module in attention_modules(model):
+        if hasattr(module, "linear"):
+            del module.linear
+    del model.controller, model.linearize_config
     return model
 
 
@@ -293,6 +373,12 @@ def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tenso
     return error / F.linear(teacher.flatten(2), W).float().square().sum()
 
 
+def probe_layers(model: hf.PreTrainedModel, ids: Tensor, probe: Callable) -> None:
+    """One teacher pass that calls probe(module, teacher's answer, student) at every linearized layer."""
+    with torch.no_grad(), model.controller.switch("probe", probe):
+        model.base_model(input_ids=ids.to(model.device), use_cache=False)  # no logits are computed
+
+
 @register(LOSSES, "layer")
 def layer_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
     """Every layer against the frozen teacher on the teacher's own inputs; no gradient between layers.
@@ -302,15 +388,18 @@ def layer_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
     """
     losses = []
 
-    def probe(module, teacher, students):
+    def probe(module, teacher, student):
         with torch.enable_grad():
-            loss = relative_error(module, teacher, students["linear"]())
+            loss = relative_error(module, teacher, student(module.linear))
             loss.backward()
         losses.append(loss.detach())
 
-    with torch.no_grad(), model.controller.switch("probe", probe):
-        model.base_model(input_ids=ids, use_cache=False)  # the base model: logits are never computed
-    return torch.stack([loss.cpu() for loss in losses]).mean().item()
+    probe_layers(model, ids, probe)
+    each = torch.stack([loss.cpu() for loss in losses])
+    for i, loss in zip(linear_layers(model), each):
+        if not loss.isfinite():
+            raise UserError(f"the loss of layer {i} is {loss}")
+    return each.mean().item()
 
 
 @register(LOSSES, "ce")
@@ -361,9 +450,12 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
             for group in optimizer.param_groups:
                 group["lr"] = lr = learning_rate(step, train)
             optimizer.zero_grad()
-            loss = LOSSES[train.loss](model, ids.to(params[0].device))
-            if not math.isfinite(loss):
-                raise UserError(f"the loss is {loss} at step {step}; the last save stays; try a lower --lr")
+            try:
+                loss = LOSSES[train.loss](model, ids.to(params[0].device))
+                if not math.isfinite(loss):
+                    raise UserError(f"the loss is {loss}")
+            except UserError as error:
+                raise UserError(f"{error} at step {step}; the last save stays; try a lower --lr") from None
             norms = [nn.utils.clip_grad_norm_(group, train.clip) for group in clip_groups]
             if not all(map(math.isfinite, norms)):
                 raise UserError(f"infinite gradient at step {step}; the last save stays; try a lower --lr")
@@ -392,30 +484,70 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     os.replace(temporary, path)
 
 
+def some_weights(model: hf.PreTrainedModel) -> list[float]:
+    """One weight of every backbone tensor: tells models apart, whatever the dtype they were loaded in."""
+    named = sorted(
+        (n, p) for n, p in model.named_parameters() if ".linear." not in n and p.device.type != "meta"
+    )
+    return [p.flatten()[i * 7919 % p.numel()].item() for i, (_, p) in enumerate(named)]
+
+
+def digest(tensors: dict[str, Tensor], about: str) -> str:
+    """SHA-256 over everything an adapter says: a flipped bit is found."""
+    sha = hashlib.sha256(about.encode())
+    for name, x in sorted(tensors.items()):
+        sha.update(
+            f"{name} {x.dtype} {tuple(x.shape)}".encode()
+            + x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return sha.hexdigest()
+
+
 def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConfig | None = None) -> None:
-    """adapter_model.safetensors + adapter_config.json, the layout people know from peft."""
+    """adapter_model.safetensors + adapter_config.json, the layout people know from peft.
+
+    The first file is complete, and renamed into place: kill -9 at any moment leaves the old adapter or the
+    new one. The second is a copy of its settings for readers (and for the hub); nothing reads it back.
+    """
     about = dict(format=FORMAT, base_model=model.config._name_or_path, model_type=model.config.model_type,
                  layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
-                 train=None if train is None else dataclasses.asdict(train))  # fmt: skip
-    tensors = {name: p.detach().cpu().contiguous() for name, p in new_parameters(model).items()}
-    write_atomically(Path(folder, "adapter_model.safetensors"), lambda p: save_file(tensors, p))
+                 train=None if train is None else dataclasses.asdict(train), weights=some_weights(model))  # fmt: skip
+    tensors, text = (
+        {n: p.detach().cpu().contiguous() for n, p in new_parameters(model).items()},
+        json.dumps(about),
+    )
+    meta = dict(about=text, sha256=digest(tensors, text))
+    write_atomically(
+        Path(folder, "adapter_model.safetensors"), lambda p: save_file(tensors, p, metadata=meta)
+    )
+    about["weights"] = f"{len(about['weights'])} numbers, in the other file"
     write_atomically(Path(folder, "adapter_config.json"), lambda p: p.write_text(json.dumps(about, indent=1)))
 
 
-def load_adapter(model: hf.PreTrainedModel, folder: Path | str) -> hf.PreTrainedModel:
-    """Linearize `model` as the folder says and set its new parameters, bit for bit."""
-    folder = Path(folder)
+def load_linearized(model: hf.PreTrainedModel | str, folder: Path | str) -> hf.PreTrainedModel:
+    """Linearize `model`, or the teacher of that name, as the folder says; its new parameters bit for bit.
+
+    UserError, one line: no adapter, a damaged one, another version, another base model."""
     try:
-        about = json.loads((folder / "adapter_config.json").read_text())
-        if about["format"] != FORMAT:
-            raise ValueError(f"adapter format {about['format']}, this code reads {FORMAT}")
-        config, layers, kind = LinearizeConfig(**about["linearize"]), about["layers"], about["model_type"]
-        tensors = load_file(folder / "adapter_model.safetensors")
+        with safe_open(Path(folder, "adapter_model.safetensors"), "pt") as f:
+            tensors, meta = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
+        about = json.loads(meta.get("about", "{}"))
+        if about.get("format") != FORMAT:
+            raise ValueError(f"adapter format {about.get('format')}, this code reads {FORMAT}")
+        if digest(tensors, meta["about"]) != meta["sha256"]:
+            raise ValueError("its checksum is wrong, the file is damaged")
+        config = LinearizeConfig(**about["linearize"])
     except Exception as error:  # missing, truncated or foreign files
         raise UserError(f"{folder} holds no adapter this code can read: {brief(error)}") from None
-    if kind != model.config.model_type:
-        raise UserError(f"{folder} was trained on a {kind} model, this one is {model.config.model_type}")
-    linearize(model, config, layers)
+    model = load_teacher(model)[0] if isinstance(model, str) else model
+    was, kind = f"{folder} was trained on {about['base_model'] or 'another model'}", model.config.model_type
+    if about["model_type"] != kind:
+        raise UserError(f"{was}, a {about['model_type']} model; this one is {kind}")
+    then, now = torch.tensor(about["weights"]), torch.tensor(some_weights(model))
+    # 16 bits of precision move a weight by 0.1 % (rms of bfloat16's rounding); another model moves all of it
+    if now.numel() == then.numel() and (then - now).norm() > 0.01 * then.norm():
+        raise UserError(f"{was}; the weights of {model.config._name_or_path or 'this model'} are others")
+    linearize(model, config, about["layers"])
     set_parameters(model, tensors, folder)
     model.trained = about["train"]
     return model

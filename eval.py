@@ -66,17 +66,17 @@ def measure_layers(model, sequences: Tensor, bins: int = 8) -> dict[str, dict]:
     error = {name: {i: torch.zeros(T, dtype=torch.float64) for i in layers} for name in ("off", "linear")}
     variance = dict.fromkeys(layers, 0.0)
 
-    def probe(module, teacher, students):
+    def probe(module, teacher, student):
         i, project = module.layer_idx, distill.output_projection(module)
         y = project(teacher.flatten(2)).double().cpu()
         variance[i] += y.var(unbiased=False).item() / N
         for name in error:
-            difference = project(students[name]().flatten(2)).double().cpu() - y
+            other = module.linear.variant(**model.controller.variants[name])
+            difference = project(student(other).flatten(2)).double().cpu() - y
             error[name][i] += difference.square().mean((0, 2)) / N
 
-    with torch.no_grad(), model.controller.switch("probe", probe):
-        for ids in tqdm(sequences, desc="layers", leave=False, disable=None):
-            model.base_model(input_ids=ids[None].to(next(model.parameters()).device), use_cache=False)
+    for ids in tqdm(sequences, desc="layers", leave=False, disable=None):
+        distill.probe_layers(model, ids[None], probe)
     relative = {name: {i: e / variance[i] for i, e in errors.items()} for name, errors in error.items()}
     return {
         name: dict(
@@ -88,15 +88,14 @@ def measure_layers(model, sequences: Tensor, bins: int = 8) -> dict[str, dict]:
 
 
 def state_bytes(model, length: int) -> dict[str, int]:
-    """Bytes that a sequence of `length` tokens keeps: the teacher's cache, sinks + window, those + memory."""
-    size, total = model.dtype.itemsize, dict(teacher=0, off=0, linear=0)
+    """Bytes that one sequence of `length` tokens keeps: the teacher's cache, then each variant's state."""
+    modes, total = model.controller.variants, dict.fromkeys(("teacher", *model.controller.variants), 0)
     for module in attention_modules(model):
         layer, (_, kv_heads, dim) = getattr(module, "linear", None), head_shape(model, module)
-        pair = 2 * dim * size * kv_heads
-        exact = pair * (length if layer is None else min(length, layer.config.exact_pairs))
-        total["teacher"] += pair * length
-        total["off"] += exact
-        total["linear"] += exact + (0 if layer is None else layer.memory_bytes(size))
+        cache = 2 * dim * kv_heads * length * model.dtype.itemsize
+        total["teacher"] += cache
+        for mode, changes in modes.items():
+            total[mode] += cache if layer is None else layer.variant(**changes).state_bytes(length, model.dtype)
     return total
 
 
@@ -124,20 +123,19 @@ def compare(model, tokens: Tensor, held_out: Tensor, train: TrainConfig, configs
     )
     totals = {}
 
-    def probe(module, teacher, answers):
+    def probe(module, teacher, student):
         for name in configs:
             key = name, module.layer_idx
             with torch.set_grad_enabled(learning and key in trainable):
-                loss = relative_error(module, teacher, answers["linear"](students[key]))
+                loss = relative_error(module, teacher, student(students[key]))
                 if loss.requires_grad:
                     loss.backward()
             totals[key] = totals.get(key, 0.0) + loss.item()
 
     def passes(batches, count):
-        with torch.no_grad(), model.controller.switch("probe", probe):
-            for step, ids in enumerate(tqdm(batches, total=count, desc="rules", leave=False, disable=None)):
-                model.base_model(input_ids=ids.to(next(model.parameters()).device), use_cache=False)
-                yield step
+        for step, ids in enumerate(tqdm(batches, total=count, desc="rules", leave=False, disable=None)):
+            distill.probe_layers(model, ids, probe)
+            yield step
 
     learning = True
     for step in passes(distill.batches(tokens, train), train.steps):
@@ -261,7 +259,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
     tokens, held_out = distill.load_data(tokenizer, train)
     if args.adapter:
-        distill.load_adapter(model, args.adapter)
+        distill.load_linearized(model, args.adapter)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
     report(model, held_out, train, Path(args.json), distill.fingerprint(model), tasks, tokens)

@@ -6,6 +6,7 @@ What you will learn here: which tokens stay exact, where the others go, how the 
     3. fixed-budget routing  of all others a fixed number stays exact: the newest (a window) and `budget` more
                              that a router chooses, by recency or content (`ROUTERS`)
 `LinearizeConfig` says all of it, `LinearizedAttention` does it, a merge (`MERGES`) makes one answer of two.
+`State` is what a layer carries from one call to the next: generation in constant memory.
 Skip `exact_attention` (softmax over a band, in blocks) and `LinearizedAttention.routed` on a first reading.
 
 Every token is at any time in exactly one place. With s sinks and the newest w exact, query t (from 0) sees
@@ -19,6 +20,7 @@ layer is the teacher's, to rounding. A router by content replaces "the newest" b
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 from collections.abc import Callable
@@ -34,6 +36,7 @@ from linear_attn import FEATURES, RULES, lookup, register, working_dtype
 MERGES: dict[str, type[nn.Module]] = {}
 ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
 ASK_THE_MEMORY = ("error", "mix")  # routers that need one
+SUMS = ("origin", "total", "square")  # of the moments, in a state
 
 
 def option(default, help: str, choices=None, low=None, high=None, item=str):
@@ -68,12 +71,13 @@ class LinearizeConfig:
     window: int = option(128, "newest tokens that stay exact", low=0)
     budget: int = option(0, "further exact tokens, chosen by the router", low=0)
     block: int = option(32, "tokens between two choices of a router by content", low=1)
+    half_life: int = option(128, "tokens after which attention received counts half to a router", low=1)
     conv: int = option(0, "width of the short convolutions on the memory's q, k, v; 0: none", low=0, high=64)
     conv_init: str = option("identity", "start of the convolutions", ("identity", "default"))
     features: str = option("silu", "feature map of the memory's q and k", FEATURES)
     feature_dim: int = option(0, "feature dimension; 0: the head dimension", low=0, high=4096)
     memory_per: str = option("kv", "one memory per kv head or per query head", ("kv", "query"))
-    moments: str = option("diag", "covariance of the lse merge's mass estimate", ("mean", "diag", "full"))
+    moments: str = option("diag", "covariance of the lse merge's mass estimate", ("mean", "diag"))
     rank: int = option(16, "rank of the per-channel decay projection", low=1)
     beta_bias: float = option(-2.0, "write strength at the start, before the sigmoid", low=-20, high=20)
     decay_bias: float = option(6.0, "decay at the start, before the sigmoid", low=-20, high=20)
@@ -87,8 +91,6 @@ class LinearizeConfig:
         if self.window < self.block or self.window % self.block:
             want = f"window must be a multiple of block {self.block}, got {self.window}"
             raise ValueError(f"router {self.router}: {want}")
-        if self.moments == "full":
-            raise ValueError(f"router {self.router}: moments must be diag or mean, got full")
         if self.router in ASK_THE_MEMORY and not MERGES[self.merge].uses_memory:
             raise ValueError(f"router {self.router} asks the memory, and merge {self.merge} has none")
 
@@ -128,25 +130,25 @@ def exact_attention(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax over (6), in linear time: (o (B,T,H,V), log-sum-exp of its scores (B,T,H)).
 
-    Queries go in blocks: a block of C queries needs the window-1+C keys that end with it. An empty exact set
-    (s = w = 0) gives o = 0 and log-sum-exp -inf.
+    The T queries belong to the last T keys. They go in blocks: a block of C queries needs the window-1+C keys
+    that end with it. An empty exact set (s = w = 0) gives o = 0 and log-sum-exp -inf.
     """
     B, T, H, _ = q_bthk.shape
     G, V, device, C = k_btgk.shape[2], v_btgv.shape[-1], q_bthk.device, min(block, T)
     if T == 0 or sinks == window == 0:
         nothing = q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
         return v_btgv.new_zeros(B, T, H, V), nothing
-    N, L = -(-T // C), window - 1 + C
+    N, L, first = -(-T // C), window - 1 + C, k_btgk.shape[1] - T
     q_bnchk = F.pad(q_bthk, (0, 0, 0, 0, 0, N * C - T)).unflatten(1, (N, C))
-    at_nc1 = torch.arange(N * C, device=device).view(N, C, 1)
+    at_nc1 = first + torch.arange(N * C, device=device).view(N, C, 1)
     keys, values, visible = [], [], []
     if sinks:  # a sink is visible from its own position on
         for x, parts in ((k_btgk, keys), (v_btgv, values)):
             parts.append(x[:, :sinks].transpose(1, 2)[:, None].expand(-1, N, -1, -1, -1))
-        visible.append(torch.arange(min(sinks, T), device=device) <= at_nc1)
+        visible.append(torch.arange(min(sinks, first + T), device=device) <= at_nc1)
     if window:
         for x, parts in ((k_btgk, keys), (v_btgv, values)):
-            parts.append(F.pad(x, (0, 0, 0, 0, window - 1, N * C - T)).unfold(1, L, C).mT)
+            parts.append(F.pad(x, (0, 0, 0, 0, window - 1 - first, N * C - T)).unfold(1, L, C).mT)
         age_cl = torch.arange(C, device=device)[:, None] + window - 1 - torch.arange(L, device=device)
         visible.append((age_cl >= 0) & (age_cl < window) & (at_nc1 - age_cl >= sinks))  # sinks count once
     q_bngrck = q_bnchk.unflatten(3, (G, H // G)).permute(0, 1, 3, 4, 2, 5)
@@ -159,36 +161,36 @@ def exact_attention(
 # ----------------------------------------------------------------------------- what the memory absorbed
 
 
-def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, offset: Tensor, square=None) -> dict:
-    """What (9) needs: count, q.mu, q^T Sigma q (B,T,H), from the mean `offset` and mean square of k - origin.
+def query_moments(
+    q_bthk: Tensor, count: Tensor, origin: Tensor, total: Tensor, square: Tensor | None
+) -> dict:
+    """What (9) needs of n = `count` keys, (1, T or 1): q.mu and q^T Sigma q, (B,T,H), Sigma diagonal.
 
-    Second moments are taken around one key: Qwen's keys have biases of 100 and more, and E[k^2] - mu^2 would
-    lose every digit of a variance of 1 in float32. Shapes (B, T or 1, G, K); `square` None: no Sigma.
+    Given are the sum of k - origin and of its square, (B, T or 1, G, K); `square` None: no Sigma. Moments are
+    taken around one key: Qwen's have biases of 100 and more, and E[k^2] - mu^2 would lose every digit of a
+    variance of 1 in float32.
     """
-    q_btgrk = q_bthk.to(working_dtype(q_bthk)).unflatten(2, (offset.shape[2], -1))
+    q_btgrk = q_bthk.to(working_dtype(q_bthk)).unflatten(2, (total.shape[2], -1))
+    offset = total / count[..., None, None]
     q_mean = torch.einsum("btgrk,btgk->btgr", q_btgrk, origin + offset).flatten(2)
     moments = {"count": count, "q_mean": q_mean}
     if square is not None:
-        variance = square - offset.square()
+        variance = square / count[..., None, None] - offset.square()
         moments["q_cov_q"] = torch.einsum("btgrk,btgk->btgr", q_btgrk.square(), variance).flatten(2)
     return moments
 
 
-def running_moments(q_bthk: Tensor, k_btgk: Tensor, kind: str) -> dict[str, Tensor]:
-    """The moments of k_1..k_t for every q_t. "mean": no Sigma; "diag": one variance a channel;
-    "full": K x K, where q^T (sum k k^T) q is equation (1) with v = k, read by q."""
-    dtype = working_dtype(q_bthk)
-    q, k, G = q_bthk.to(dtype), k_btgk.to(dtype), k_btgk.shape[2]
-    count = torch.arange(1, k.shape[1] + 1, device=k.device, dtype=dtype)[None]
-    origin, shifted = k[:, :1], k - k[:, :1]
-    offset = shifted.cumsum(1) / count[..., None, None]
-    square = shifted.square().cumsum(1) / count[..., None, None] if kind == "diag" else None
-    moments = query_moments(q, count, origin, offset, square)
-    if kind == "full":
-        second = (linear_attention(q, shifted, shifted)[0] * q).sum(-1) / count[..., None]
-        mean = torch.einsum("btgrk,btgk->btgr", q.unflatten(2, (G, -1)), offset).flatten(2)
-        moments["q_cov_q"] = second - mean.square()
-    return moments
+def running_moments(q_bthk: Tensor, k_btgk: Tensor, kind: str, count: int = 0, sums: dict | None = None):
+    """Moments of all keys up to k_t for every q_t, after `count` earlier ones: (moments, sums to go on from).
+
+    kind "mean": no Sigma; "diag": one variance a channel (a full Sigma was no better, and costs K x K)."""
+    k = k_btgk.to(working_dtype(k_btgk))
+    sums = sums or dict(origin=k[:, :1], total=torch.zeros_like(k[:, :1]), square=torch.zeros_like(k[:, :1]))
+    shifted = k - sums["origin"]
+    total, square = sums["total"] + shifted.cumsum(1), sums["square"] + shifted.square().cumsum(1)
+    n = count + torch.arange(1, k.shape[1] + 1, device=k.device, dtype=k.dtype)[None]
+    moments = query_moments(q_bthk, n, sums["origin"], total, square if kind == "diag" else None)
+    return moments, dict(origin=sums["origin"], total=total[:, -1:], square=square[:, -1:])
 
 
 # ----------------------------------------------------------------------------- short convolution
@@ -285,17 +287,17 @@ class LseMerge(nn.Module):
 
 @dataclass
 class Pool:
-    """What a router sees when it keeps `budget` of P tokens, per sequence and kv head: each (B,G,P)."""
+    """What a router sees when it keeps `budget` of P tokens, per sequence and kv head: each (B,P,G)."""
 
     position: Tensor
-    received: Tensor  # attention probability the exact branch gave the token, halved at every block
+    received: Tensor  # attention probability the exact branch gave the token, fading by `half_life`
     recall_error: Callable[[], Tensor]  # ||v - what the memory answers to k|| before the token is written
     budget: int
 
 
 @register(ROUTERS, "recency")
 def route_by_recency(pool: Pool) -> Tensor:
-    """The newest. A router returns scores (B,G,P); the `budget` highest stay exact, the rest is written."""
+    """The newest. A router returns scores (B,P,G); the `budget` highest stay exact, the rest is written."""
     return pool.position.float()
 
 
@@ -314,8 +316,8 @@ def route_by_error(pool: Pool) -> Tensor:
 @register(ROUTERS, "mix")
 def route_by_mix(pool: Pool) -> Tensor:
     """Half the budget by recall error, the other half by mass."""
-    surprising = pool.recall_error().topk(pool.budget // 2, -1).indices
-    return pool.received.scatter(-1, surprising, torch.inf)
+    surprising = pool.recall_error().topk(pool.budget // 2, 1).indices
+    return pool.received.scatter(1, surprising, torch.inf)
 
 
 @register(ROUTERS, "random")
@@ -324,14 +326,34 @@ def route_at_random(pool: Pool) -> Tensor:
     return (torch.sin(pool.position.double() * 12.9898) * 43758.5453).remainder(1)
 
 
-def take(x_bgt: Tensor | None, index_bgl: Tensor) -> Tensor | None:
-    """Tokens `index` of each head, from (B,G,T) or (B,G,T,K)."""
-    if x_bgt is None or x_bgt.dim() == 3:
-        return None if x_bgt is None else x_bgt.gather(2, index_bgl)
-    return x_bgt.gather(2, index_bgl[..., None].expand(-1, -1, -1, x_bgt.shape[-1]))
-
-
 # ----------------------------------------------------------------------------- the layer
+
+
+@dataclass
+class State:
+    """What a layer carries of rows that have seen equally many tokens. Its size does not grow with them.
+
+    exact   tokens that stay exact, by name (B, L, ...): sinks, routed ones, window. Beside k and v what a
+            token needs later: its gates' code, k and v as the memory will see them (with convolutions),
+            position and attention received (for routers by content)
+    rest    by name (B, ...): the memory S, sums of the moments, the last tokens before a convolution
+    """
+
+    count: int = 0  # tokens seen; those not among the exact ones are in the memory
+    exact: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    rest: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def row(self, b: int) -> State:
+        return State(self.count, *({n: x[b : b + 1] for n, x in d.items()} for d in (self.exact, self.rest)))
+
+    @staticmethod
+    def join(rows: list[State]) -> State:
+        """One state of several rows of equal count; never the same object as a row."""
+        parts = ([getattr(row, name) for row in rows] for name in ("exact", "rest"))
+        return State(rows[0].count, *({n: torch.cat([d[n] for d in ds]) for n in ds[0]} for ds in parts))
+
+    def nbytes(self) -> int:
+        return sum(x.nbytes for d in (self.exact, self.rest) for x in d.values())
 
 
 class LinearizedAttention(nn.Module):
@@ -344,7 +366,7 @@ class LinearizedAttention(nn.Module):
     def __init__(self, config: LinearizeConfig, d_model: int, heads: int, kv_heads: int, key_dim, value_dim):
         super().__init__()
         c, self.config, self.heads, self.kv_heads = config, config, heads, kv_heads
-        self.key_dim, self.value_dim = key_dim, value_dim
+        self.d_model, self.key_dim, self.value_dim = d_model, key_dim, value_dim
         self.merge = MERGES[c.merge](heads, key_dim)
         self.rule = self.conv_q = self.conv_k = self.conv_v = None
         if not self.merge.uses_memory:
@@ -358,121 +380,195 @@ class LinearizedAttention(nn.Module):
             self.conv_k = ShortConv(c.conv, kv_heads, key_dim, c.conv_init)
             self.conv_v = ShortConv(c.conv, kv_heads, value_dim, c.conv_init)
 
-    def forward(self, q_bthk, k_btgk, v_btgv, hidden_btd, scale=None, softcap: float | None = None) -> Tensor:
-        """A whole sequence at once. `scale` defaults to 1/sqrt(K); `softcap` as in Gemma 2."""
-        c, T, scale = self.config, q_bthk.shape[1], self.key_dim**-0.5 if scale is None else scale
-        if c.router != "recency":
-            return self.routed(q_bthk, k_btgk, v_btgv, hidden_btd, scale, softcap)
-        o_exact, lse_exact = exact_attention(q_bthk, k_btgk, v_btgv, c.sinks, c.reach, scale, softcap)
-        if not self.merge.uses_memory or T <= c.exact_pairs:
-            return o_exact
-        read, moments = self.memory(q_bthk, k_btgk, v_btgv, hidden_btd)
-        start = c.exact_pairs  # the first query with something in the memory; before it, the teacher
-        merged = self.merge(o_exact[:, start:], lse_exact[:, start:], read, q_bthk[:, start:], moments, scale)
-        return torch.cat([o_exact[:, :start], merged], 1)
+    def forward(
+        self,
+        q_bthk,
+        k_btgk,
+        v_btgv,
+        hidden_btd,
+        scale=None,
+        softcap: float | None = None,
+        state: State | None = None,
+    ) -> Tensor:
+        """A whole sequence or, with `state`, the next piece of one; the state is brought forward. `scale`
+        defaults to 1/sqrt(K); `softcap` as in Gemma 2."""
+        if q_bthk.shape[1] == 0:
+            return v_btgv.new_zeros(*q_bthk.shape[:3], self.value_dim)
+        scale, past = self.key_dim**-0.5 if scale is None else scale, State() if state is None else state
+        q_memory, bank, rest = self.enter(q_bthk, k_btgk, v_btgv, hidden_btd, past)
+        path = self.shifted if self.config.router == "recency" else self.routed
+        out, exact = path(q_bthk, q_memory, bank, past, rest, scale, softcap)
+        if state is not None:
+            state.count, state.exact, state.rest = past.count + q_bthk.shape[1], exact, rest
+        return out
 
-    def convolved(self, q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as the memory sees them."""
-        if self.conv_q is None:
-            return q_bthk, k_btgk, v_btgv
-        return self.conv_q(q_bthk), self.conv_k(k_btgk), self.conv_v(v_btgv)
+    def enter(self, q, k, v, hidden, past: State) -> tuple[Tensor, dict, dict]:
+        """The memory's q; the bank of tokens, (B, L held + T new, ...) by name; what else the past holds.
 
-    def memory(self, q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, hidden_btd: Tensor):
-        """(7) for queries t = s+w..T-1: token t-w is written, q_t reads. (read (B,T-s-w,H,V), moments)."""
-        c, T = self.config, q_bthk.shape[1]
-        written, reading = slice(c.sinks, T - c.reach), slice(c.exact_pairs, T)
-        q, k, v = self.convolved(q_bthk, k_btgk, v_btgv)
-        writes = self.rule.writes(self.rule.encode(hidden_btd[:, written]), k[:, written], v[:, written])
-        o, _ = linear_attention(self.rule.queries(q[:, reading]), *writes, chunk=c.chunk, impl=c.impl)
-        moments = None
-        if self.merge.uses_moments:
-            moments = running_moments(q_bthk[:, reading], k_btgk[:, written], c.moments)
-        return self.answer(o, moments), moments
+        Tokens that L tokens ago were followed by others now in the memory stand next to the new ones: for
+        softmax and for the memory the gap does not exist, because positions are in the keys (RoPE).
+        """
+        new, rest, q_memory = dict(k=k, v=v), dict(past.rest), q
+        if self.rule is not None:
+            new["code"] = self.rule.encode(hidden)
+        if self.conv_q is not None:
+            tail = self.config.conv - 1
+            joined = []
+            for name, x, conv in (("q", q, self.conv_q), ("k", k, self.conv_k), ("v", v, self.conv_v)):
+                before = rest.get(f"tail_{name}", x.new_zeros(x.shape[0], tail, *x.shape[2:]))
+                joined.append(conv(x, before).to(x.dtype))
+                rest[f"tail_{name}"] = torch.cat([before, x], 1)[:, x.shape[1] :]
+            q_memory, new["k_memory"], new["v_memory"] = joined
+        if self.config.router != "recency":  # each kv head keeps other tokens
+            (B, T), G = q.shape[:2], self.kv_heads
+            at = past.count + torch.arange(T, device=q.device, dtype=torch.int32)
+            new["position"], new["received"] = (
+                at[:, None].expand(B, T, G),
+                q.new_zeros(B, T, G, dtype=torch.float32),
+            )
+            if self.rule is not None:
+                new["code"] = new["code"][:, :, None].expand(-1, -1, G, -1)
+        bank = {name: torch.cat([past.exact[name], x], 1) if past.count else x for name, x in new.items()}
+        return q_memory, bank, rest
+
+    def writes(self, bank: dict[str, Tensor], pick: Callable[[Tensor], Tensor]):
+        """The five inputs of equation (1) for the tokens of the bank that `pick` takes."""
+        k, v = bank.get("k_memory", bank["k"]), bank.get("v_memory", bank["v"])
+        return self.rule.writes(pick(bank["code"]), pick(k), pick(v))
 
     def answer(self, o_bthv: Tensor, moments: dict[str, Tensor] | None) -> Tensor:
         """The memory's read from o = S^T q. A merge with moments wants an average of values, not a sum."""
         read = self.rule.read(o_bthv)
         return read / moments["count"][..., None, None] if moments and self.rule.sums else read
 
-    def routed(self, q_bthk, k_btgk, v_btgv, hidden_btd, scale: float, softcap: float | None) -> Tensor:
+    def shifted(self, q_bthk, q_memory, bank, past: State, rest: dict, scale: float, softcap: float | None):
+        """Recency, in one call: (6) for the last T of the bank's N tokens, (7) for those that leave.
+
+        The token that leaves at query t is t-w: queries from s+w on, and tokens from s on, go in step."""
+        c, T, N = self.config, q_bthk.shape[1], bank["k"].shape[1]
+        out, lse = exact_attention(q_bthk, bank["k"], bank["v"], c.sinks, c.reach, scale, softcap)
+        first = max(c.exact_pairs - (N - T), 0)  # the first query with a memory; before it, the teacher
+        if self.rule is not None and first < T:
+            written, moments = slice(c.sinks, N - c.reach), None
+            o, rest["S"] = linear_attention(
+                self.rule.queries(q_memory[:, first:]), *self.writes(bank, lambda x: x[:, written]),
+                rest.get("S"), chunk=c.chunk, impl=c.impl,
+            )  # fmt: skip
+            if self.merge.uses_moments:
+                before = past.count - (N - T), {k: rest[k] for k in SUMS} if "total" in rest else None
+                moments, sums = running_moments(q_bthk[:, first:], bank["k"][:, written], c.moments, *before)
+                rest |= sums
+            read, q = self.answer(o, moments), q_bthk[:, first:]
+            merged = self.merge(out[:, first:], lse[:, first:], read, q, moments, scale)
+            out = torch.cat([out[:, :first], merged], 1)
+        if N > c.exact_pairs:
+            bank = {name: torch.cat([x[:, : c.sinks], x[:, N - c.reach :]], 1) for name, x in bank.items()}
+        return out, bank
+
+    def routed(self, q_bthk, q_memory, bank, past: State, rest: dict, scale: float, softcap: float | None):
         """Blocks of queries; after each the router says who of the pool stays exact, and the rest is written.
 
-        A query in the block from t0 on sees the sinks, `budget` routed tokens a kv head, and the window from
-        t0 + block - window on: at most sinks + budget + window pairs. The pool is the routed tokens and the
-        block that leaves the window. Every token is in one place, none is dropped or written twice. The
-        choice carries no gradient and looks only backward.
+        A query in the block that ends at `border` sees the sinks, `budget` routed tokens a kv head, and the
+        window from border - window on: at most sinks + budget + window pairs. The pool is the routed tokens
+        and the block that leaves the window. Every token is in one place, none is dropped or written twice.
+        The choice carries no gradient and looks only backward.
         """
-        c, (B, T, H, _), G = self.config, q_bthk.shape, self.kv_heads
-        k_bgtk, v_bgtv = k_btgk.transpose(1, 2), v_btgv.transpose(1, 2)
-        position = torch.arange(T, device=q_bthk.device)
-        received = torch.zeros(B, G, T, device=q_bthk.device)
-        routed = position[:0].expand(B, G, 0)
-        if uses_memory := self.merge.uses_memory:
-            q, k, v = self.convolved(q_bthk, k_btgk, v_btgv)
-            q_in, writes = self.rule.queries(q), self.rule.writes(self.rule.encode(hidden_btd), k, v)
-            writes = [None if x is None else x.transpose(1, 2) for x in writes]
-            each = self.rule.memory_heads // G  # memories per kv head
-            S, count = q_in.new_zeros(B, G * each, q_in.shape[-1], writes[1].shape[-1]), 0
-            origin = k_bgtk[:, :, :1].to(working_dtype(k_bgtk))
-            total = square = torch.zeros_like(origin)
+        c, (B, T, H, _), G, n = self.config, q_bthk.shape, self.kv_heads, past.count
+        N, q_in, count = bank["k"].shape[1], None, n - (bank["k"].shape[1] - T)  # count: tokens in the memory
+        gone = count  # position - gone is a token's place in the bank, sinks and routed ones aside
+        place = torch.arange(N, device=q_bthk.device)[:, None].expand(B, N, G)
+
+        def oldest(t: int) -> int:
+            """The first token of the window that query t sees."""
+            return max(t - t % c.block + c.block - c.window, c.sinks)
+
+        def take(x: Tensor, place_blg: Tensor) -> Tensor:
+            """Each head's own tokens."""
+            if x.dim() == 3:
+                return x.gather(1, place_blg)
+            return x.gather(1, place_blg[..., None].expand(*place_blg.shape, x.shape[-1]))
 
         def recall_error() -> Tensor:
-            key, value = (take(x, pool.repeat_interleave(each, 1)) for x in writes[:2])
-            read = self.rule.read(key @ S) / (max(count, 1) if self.rule.sums else 1)
-            return (value[..., : self.value_dim] - read).norm(dim=-1).unflatten(1, (G, each)).mean(2)
+            key, value, *_ = self.writes(bank, lambda x: take(x, pool))
+            read = self.rule.read(torch.einsum("bphk,bhkv->bphv", key, S)) / (
+                max(count, 1) if self.rule.sums else 1
+            )
+            return (value[..., : self.value_dim] - read).norm(dim=-1).unflatten(2, (G, -1)).mean(3)
 
-        outputs = []
-        for t0 in range(0, T, c.block):
-            t1, oldest = min(t0 + c.block, T), max(t0 + c.block - c.window, c.sinks)
-            window = position[oldest:t1].expand(B, G, -1)
-            seen = torch.cat([position[: min(c.sinks, t1)].expand(B, G, -1), routed, window], -1)
-            visible = seen[:, :, None] <= position[t0:t1, None]
-            q_now = q_bthk[:, t0:t1]
-            q_bgrck = q_now.unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4)
-            o, lse, p = attend(q_bgrck, take(k_bgtk, seen), take(v_bgtv, seen), visible, scale, softcap)
+        if self.rule is not None:
+            q_in = self.rule.queries(q_memory)
+            value_dim = self.value_dim + self.rule.normaliser
+            S = rest.get("S", q_in.new_zeros(B, self.rule.memory_heads, q_in.shape[-1], value_dim))
+            origin = rest.get("origin", bank["k"][:, :1].to(S.dtype))
+            total, square = (rest.get(x, torch.zeros_like(origin)) for x in ("total", "square"))
+        routed, t, outputs = place[:, c.sinks : min(oldest(n), n) - gone], n, []
+        while t < n + T:
+            border, now = t - t % c.block + c.block, slice(t - n, min(t - t % c.block + c.block - n, T))
+            t1 = n + now.stop
+            seen = torch.cat(
+                [place[:, : min(c.sinks, t1)], routed, place[:, oldest(t) - gone : t1 - gone]], 1
+            )
+            visible = seen.transpose(1, 2)[:, :, None] <= place[0, t - gone : t1 - gone, :1]
+            q_bgrck = q_bthk[:, now].unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4)
+            k_bglk, v_bglv = (take(bank[name], seen).transpose(1, 2) for name in ("k", "v"))
+            o, lse, p = attend(q_bgrck, k_bglk, v_bglv, visible, scale, softcap)
             out, lse = o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
-            received = (received * 0.5).scatter_add(2, seen, p.detach().to(received).sum((2, 3)))
-            if uses_memory and count:
+            share_blg = p.detach().sum((2, 3)).transpose(1, 2)
+            bank["received"] = bank["received"].scatter_add(1, seen, share_blg.to(bank["received"]))
+            if count and q_in is not None:
                 moments = None
                 if self.merge.uses_moments:
-                    sums = (total, square) if c.moments == "diag" else (total,)
-                    about = (x.transpose(1, 2) for x in (origin, *(x / count for x in sums)))
-                    moments = query_moments(q_now, S.new_full((1, 1), count), *about)
-                o_memory = torch.einsum("bcgrk,bgkv->bcgrv", q_in[:, t0:t1].unflatten(2, (G * each, -1)), S)
-                read = self.answer(o_memory.flatten(2, 3), moments)
-                out = self.merge(out, lse, read, q_now, moments, scale)
+                    known = S.new_full((1, 1), count), origin, total, square if c.moments == "diag" else None
+                    moments = query_moments(q_bthk[:, now], *known)
+                q_bcgrk = q_in[:, now].unflatten(2, (S.shape[1], -1))
+                read = self.answer(torch.einsum("bcgrk,bgkv->bcgrv", q_bcgrk, S).flatten(2, 3), moments)
+                out = self.merge(out, lse, read, q_bthk[:, now], moments, scale)
             outputs.append(out)
-            left = position[oldest : max(oldest, t0 + 2 * c.block - c.window)]
-            pool = torch.cat([routed, left.expand(B, G, -1)], -1)
-            routed, evicted = pool, None
-            if pool.shape[-1] > c.budget:
-                with torch.no_grad():
-                    score = ROUTERS[c.router](Pool(pool, received.gather(2, pool), recall_error, c.budget))
-                order = score.argsort(dim=-1, descending=True, stable=True)
-                parts = order.tensor_split([c.budget], -1)
-                routed, evicted = (pool.gather(2, part).sort(-1).values for part in parts)
-            if uses_memory and evicted is not None:  # written in position order
-                shifted = take(k_bgtk, evicted).to(S.dtype) - origin
-                total, square = total + shifted.sum(2, True), square + shifted.square().sum(2, True)
-                args = [take(x, evicted.repeat_interleave(each, 1)) for x in writes]
-                args = [None if x is None else x.transpose(1, 2) for x in args]
-                _, S = linear_attention(args[0], *args, S, chunk=c.chunk, impl=c.impl)
-                count += evicted.shape[-1]
-        return torch.cat(outputs, 1)
+            if t1 == border:
+                left = place[:, oldest(t) - gone : oldest(border) - gone]
+                pool, evicted = torch.cat([routed, left], 1), None
+                routed = pool
+                if pool.shape[1] > c.budget:
+                    with torch.no_grad():
+                        known = take(bank["position"], pool), take(bank["received"], pool)
+                        score = ROUTERS[c.router](Pool(*known, recall_error, c.budget))
+                    order = score.argsort(dim=1, descending=True, stable=True)
+                    parts = order.tensor_split([c.budget], 1)
+                    routed, evicted = (pool.gather(1, part).sort(1).values for part in parts)
+                    count += evicted.shape[1]
+                if evicted is not None and q_in is not None:  # written in position order
+                    writes = self.writes(bank, lambda x, evicted=evicted: take(x, evicted))
+                    _, S = linear_attention(writes[0], *writes, S, chunk=c.chunk, impl=c.impl)
+                    shift = take(bank["k"], evicted).to(S.dtype) - origin
+                    total, square = total + shift.sum(1, True), square + shift.square().sum(1, True)
+                bank["received"] = bank["received"] * 0.5 ** (c.block / c.half_life)
+            t = t1
+        keep = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, oldest(t) - gone :]], 1)
+        if q_in is not None:
+            rest |= dict(S=S, origin=origin, total=total, square=square)
+        return torch.cat(outputs, 1), {name: take(x, keep) for name, x in bank.items()}
 
-    def memory_bytes(self, itemsize: int) -> int:
-        """Bytes beside the exact pairs: state, moments (around a sink's key), conv tails, waiting gates."""
-        if not self.merge.uses_memory:
-            return 0
-        c, rule = self.config, self.rule
-        floats = rule.memory_heads * rule.feature_dim * (self.value_dim + rule.normaliser)
-        if self.merge.uses_moments:
-            per_head = {"mean": 1, "diag": 2, "full": 1 + self.key_dim}[c.moments] * self.key_dim
-            floats += 1 + self.kv_heads * per_head
-        gates = sum(getattr(rule, name).shape[1] for name in ("W_1", "W_beta") if hasattr(rule, name))
-        per_token = self.heads * self.key_dim + self.kv_heads * (self.key_dim + self.value_dim)
-        tail = max(c.conv - 1, 0) * per_token
-        return 4 * (floats + gates * c.reach) + itemsize * tail
+    def variant(self, **changes) -> LinearizedAttention:
+        """The same parameters under another config: what a control is. `merge="off"`: no memory at all."""
+        if not changes:
+            return self
+        other = copy.copy(self)
+        other._modules, other.config = dict(self._modules), dataclasses.replace(self.config, **changes)
+        if other.config.merge == "off":
+            other.merge, other.rule, other.conv_q = MERGES["off"](self.heads, self.key_dim), None, None
+        return other
+
+    def state_bytes(self, length: int, dtype: torch.dtype) -> int:
+        """Bytes of the state after `length` tokens of one row, counted on tensors without storage."""
+        layer, state = copy.deepcopy(self).to("meta"), State()
+        n = min(
+            length,
+            self.config.exact_pairs // self.config.block * self.config.block + 2 * self.config.block - 1,
+        )
+        shapes = (self.heads, self.key_dim), (self.kv_heads, self.key_dim), (self.kv_heads, self.value_dim)
+        q, k, v = (torch.empty(1, n, *shape, dtype=dtype, device="meta") for shape in shapes)
+        layer(q, k, v, torch.empty(1, n, self.d_model, dtype=dtype, device="meta"), state=state)
+        return state.nbytes()
 
 
 # ----------------------------------------------------------------------------- what transformers calls
@@ -482,14 +578,18 @@ class LinearizedAttention(nn.Module):
 class Controller:
     """One per model, shared by its layers: what attention answers right now.
 
-    mode "linear"; "off": the same sinks and window, no memory; "probe": what the teacher answers, so that
-    every layer sees the teacher's inputs, and probe(module, teacher, students) is called. The students are
-    functions by mode, which run only if called; `linear` takes another layer in place of the module's own.
+    mode: a name in `variants`, which gives the changes of config: "linear" none, "off" the same number of
+    exact pairs and no memory; evaluation adds further controls. Or "probe": what the teacher answers, so that
+    every layer sees the teacher's inputs, and probe(module, teacher, student) is called: student(layer) is
+    what that layer, or a variant of the module's own, answers to the same inputs.
     """
 
     teacher_attention: str
     mode: str = "linear"
     probe: Callable | None = None
+    variants: dict[str, dict] = dataclasses.field(
+        default_factory=lambda: dict(linear={}, off=dict(merge="off", router="recency"))
+    )
 
     @contextlib.contextmanager
     def switch(self, mode: str, probe: Callable | None = None):
@@ -500,47 +600,75 @@ class Controller:
             self.mode, self.probe = before
 
 
-def attention_forward(module, query, key, value, attention_mask, scaling=None, softcap=None, **options):
-    """What transformers calls instead of softmax: q, k, v (B,H,T,K) after RoPE in, (B,T,H,V) out."""
+def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap: float | None) -> Tensor:
+    """The teacher's softmax, for layers that keep it: T queries, the last of all keys; 2-D padding mask."""
+    T, N, G = q.shape[1], k.shape[1], k.shape[2]
+    if softcap is None and mask_bt is None and T in (1, N):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=T > 1, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+    at = torch.arange(N, device=q.device)
+    visible = (at <= at[N - T :, None])[None, None]
+    if mask_bt is not None:
+        visible = visible & mask_bt[:, None, None, :].bool()
+    q_bgrtk = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
+    o_bgrtv, _, _ = attend(q_bgrtk, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
+    return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def attention_forward(
+    module, query, key, value, attention_mask, scaling=None, softcap=None, memory=None, **options
+):  # fmt: skip
+    """What transformers calls instead of softmax: q, k, v (B,H,T,K) after RoPE in, (B,T,H,V) out.
+
+    memory: where the states of the rows are kept between calls (distill.MemoryCacheLayer), or None."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    T, scale, own_window = q.shape[1], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
-    if k.shape[1] != T:
-        raise ValueError("a linearized model was given past keys: call it with use_cache=False")
-    if own_window is not None and own_window < T:
-        raise ValueError(f"layer {module.layer_idx} has its own sliding window: {own_window} of {T} tokens")
+    (B, T), scale, own_window = q.shape[:2], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
+    layer = getattr(module, "linear", None)
+    if own_window is not None and own_window < (T if memory is None else memory.get_seq_length()):
+        raise ValueError(f"layer {module.layer_idx} has its own sliding window of {own_window} tokens")
     if options.get("s_aux") is not None or options.get("position_bias") is not None:
         raise ValueError(f"layer {module.layer_idx} has sink logits or a position bias")
-    layer, order, hidden = getattr(module, "linear", None), None, None
-    if layer is not None:
-        hidden, layer.hidden = layer.hidden, None  # kept longer, it would hold on to the graph
-    if attention_mask is not None:
-        if attention_mask.dim() != 2:
-            raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
-        # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
-        order = (~attention_mask.bool()).int().argsort(dim=1, stable=True)[:, :, None]
-        q, k, v = (x.gather(1, order[..., None].expand_as(x)) for x in (q, k, v))
-        hidden = None if layer is None else hidden.gather(1, order.expand_as(hidden))
-
-    def exact(sinks: int, window: int) -> Tensor:
-        return exact_attention(q, k, v, sinks, window, scale, softcap)[0]
-
-    mode = "full" if layer is None else layer.controller.mode  # a layer without a memory keeps its softmax
-    students = dict(
-        linear=lambda other=layer: other(q, k, v, hidden, scale, softcap),
-        off=lambda: exact(layer.config.sinks, layer.config.reach),
-    )
-    if mode in students:
-        out = students[mode]()
-    elif softcap is None and order is None:
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-        out = out.transpose(1, 2)
-    else:
-        out = exact(0, T)
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
+    mode = "full" if layer is None else layer.controller.mode
+    if mode in ("full", "probe"):
+        out = full_attention(q, k, v, attention_mask, scale, softcap)
+    if layer is None:
+        return out if attention_mask is None else out.nan_to_num(0.0), None
+    if k.shape[1] != T:
+        raise ValueError("a linearized layer was given past keys: pass past_key_values of the model itself")
+    hidden, layer.hidden = layer.hidden, None  # kept longer, it would hold on to the graph
     if mode == "probe":
-        layer.controller.probe(module, out, students)
+        if attention_mask is not None:
+            raise ValueError("layers are compared on sequences without padding")
+        layer.controller.probe(module, out, lambda other: other(q, k, v, hidden, scale, softcap))
+        return out, None
+    layer, order, lengths = layer.variant(**layer.controller.variants[mode]), None, [T] * B
+    if attention_mask is not None:
+        # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
+        real = attention_mask[:, -T:].bool()
+        order, lengths = (~real).int().argsort(dim=1, stable=True)[:, :, None], real.sum(1).tolist()
+        q, k, v = (x.gather(1, order[..., None].expand_as(x)) for x in (q, k, v))
+        hidden = hidden.gather(1, order.expand_as(hidden))
+    if memory is None:
+        out = layer(q, k, v, hidden, scale, softcap)
+    else:
+        memory.rows, alike = memory.rows or [State() for _ in range(B)], {}
+        out = v.new_zeros(B, T, *q.shape[2:3], v.shape[-1])
+        for b, row in enumerate(memory.rows):  # rows in step with each other go together
+            alike.setdefault((row.count, lengths[b]), []).append(b)
+        for (_, length), rows in alike.items():
+            if length:
+                state = State.join([memory.rows[b] for b in rows])
+                pieces = (x[rows, :length] for x in (q, k, v, hidden))
+                out[rows, :length] = layer(*pieces, scale, softcap, state)
+                for i, b in enumerate(rows):
+                    memory.rows[b] = state.row(i)
     if order is not None:
         out = torch.zeros_like(out).scatter(1, order[..., None].expand_as(out), out)
-        out = out * attention_mask[:, :, None, None].to(out.dtype)
+        out = out * real[:, :, None, None].to(out.dtype)
     return out, None
 
 

@@ -49,7 +49,7 @@ def lookup(table: dict, name: str, what: str):
     return table[name]
 
 
-# ---------------------------------------------------------------------------- what we replace
+# ---------------------------------------------------------------------------- one recurrence
 
 
 def softmax_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, scale: float | None = None) -> Tensor:
@@ -64,9 +64,6 @@ def softmax_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, scale: flo
     future_ts = torch.ones(T, T, dtype=torch.bool, device=q_bthk.device).triu(1)
     p_bgrts = score_bgrts.masked_fill(future_ts, -torch.inf).softmax(-1)
     return torch.einsum("bgrts,bsgv->btgrv", p_bgrts, v_btgv).flatten(2, 3)
-
-
-# ---------------------------------------------------------------------------- the recurrence
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -93,55 +90,48 @@ def recurrent(
     B, T, H, _ = q_bthk.shape
     G, dtype = k_btgk.shape[2], working_dtype(v_btgv)
     q_btgrk, k, v = q_bthk.unflatten(2, (G, H // G)).to(dtype), k_btgk.to(dtype), v_btgv.to(dtype)
+    g, b = (torch.zeros_like(k[..., 0]) if x is None else x.to(dtype) for x in (log_decay, erase))
+    g_btgk, b_btg1 = (g if g.dim() == 4 else g[..., None]), b[..., None]  # one decay a head serves all keys
+    written_btgv = v if write is None else write[..., None].to(dtype) * v
     S = empty_state(k_btgk, v_btgv) if state is None else state.to(dtype)
-    outputs = []
+    outputs = [v.new_zeros(B, 0, H, v.shape[-1])]
     for t in range(T):
-        if log_decay is not None:
-            decay = log_decay[:, t].to(dtype).exp()
-            S = S * (decay if decay.dim() == 3 else decay[..., None])[..., None]
-        new_bgv = v[:, t] if write is None else write[:, t, :, None].to(dtype) * v[:, t]
-        if erase is not None:  # what the decayed memory already says about k_t is what gets erased
-            recalled_bgv = torch.einsum("bgk,bgkv->bgv", k[:, t], S)
-            new_bgv = new_bgv - erase[:, t, :, None].to(dtype) * recalled_bgv
+        S = g_btgk[:, t, :, :, None].exp() * S
+        # what the decayed memory already says about k_t is what gets erased
+        recalled_bgv = torch.einsum("bgk,bgkv->bgv", k[:, t], S)
+        new_bgv = written_btgv[:, t] - b_btg1[:, t] * recalled_bgv
         S = S + torch.einsum("bgk,bgv->bgkv", k[:, t], new_bgv)
-        outputs.append(torch.einsum("bgrk,bgkv->bgrv", q_btgrk[:, t], S))
-    o = torch.stack(outputs, 1) if outputs else v.new_zeros(B, 0, G, H // G, v.shape[-1])
-    return o.flatten(2, 3).to(v_btgv.dtype), S
+        outputs.append(torch.einsum("bgrk,bgkv->bgrv", q_btgrk[:, t], S).flatten(1, 2)[:, None])
+    return torch.cat(outputs, 1).to(v_btgv.dtype), S
+
+
+def sum_after(g: Tensor) -> Tensor:
+    """g_{j+1} + ... + g_C for every position j of the axis before the last."""
+    return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
 def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i), j < i, else 0. x, k (..., C, K); g (..., C, K|1).
 
     The obvious factorisation x exp(G) (k exp(-G))^T overflows, because exp(-G) grows without bound over a
-    chunk. Halving avoids it: at every level a right half-block meets the left half-block before it, and the
-    decay between them splits at their border into exp(border..i) and exp(j..border), both <= 1. Summing g
-    from the border instead of subtracting two long cumulative sums also keeps full precision next to a
-    decay of -1000.
+    chunk. Halving avoids it: of two halves of the chunk, each is a smaller problem of the same kind, and for
+    i in the right and j in the left half the decay splits at the border into exp(border..i) and
+    exp(j..border), both <= 1. Summing g from the border instead of subtracting two long cumulative sums also
+    keeps full precision next to a decay of -1000.
     """
     C = x.shape[-2]
     if g is None:
         return (x @ k.mT).tril(-1)
-    if (
-        g.shape[-1] == 1 < x.shape[-1]
-    ):  # one decay for all channels leaves the sum over k: decay matrix times scores
+    if g.shape[-1] == 1 < x.shape[-1]:  # one decay for all channels leaves the sum: decay matrix times scores
         return (x @ k.mT) * decayed_products(torch.ones_like(g), torch.ones_like(g), g)
-    M = torch.zeros(
-        *torch.broadcast_shapes(x.shape[:-2], k.shape[:-2]), C, 1, 1, dtype=x.dtype, device=x.device
-    )
-    width = 1
-    while width < C:
-        pairs = (C // (2 * width), 2, width)
-        g_left, g_right = g.unflatten(-2, pairs).unbind(-3)
-        to_border = (
-            F.pad(g_left[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
-        )  # sum over j+1 .. border
-        x_right = x.unflatten(-2, pairs)[..., 1, :, :] * g_right.cumsum(-2).exp()
-        k_left = k.unflatten(-2, pairs)[..., 0, :, :] * to_border.exp()
-        corner = x_right @ k_left.mT
-        even, odd = M.unflatten(-3, pairs[:2]).unbind(-3)
-        M = torch.cat([torch.cat([even, torch.zeros_like(corner)], -1), torch.cat([corner, odd], -1)], -2)
-        width *= 2
-    return M.squeeze(-3)
+    if C == 1:
+        return torch.zeros_like((x * k)[..., :1])
+    x, k, g = (z.unflatten(-2, (2, C // 2)) for z in (x, k, g))
+    first, last = decayed_products(x, k, g).unbind(-3)
+    right = x[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()
+    left = k[..., 0, :, :] * sum_after(g[..., 0, :, :]).exp()
+    corner = right @ left.mT
+    return torch.cat([F.pad(first, (0, C // 2)), torch.cat([corner, last], -1)], -2)
 
 
 def chunked(
@@ -158,68 +148,60 @@ def chunked(
     (4)  O  = (Q * exp G) S0 + P U
     (5)  S' = Diag(exp G_C) S0 + (K * exp(G_C - G))^T U
 
-    U is affine in S0, so U = U_v - U_k S0 is solved before S0 is known; only S' = (5) remains a loop over
-    chunks.
+    U is affine in S0, so U = U_v - U_k S0 is solved before S0 is known; what remains is a loop over chunks
+    with two small products each.
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk must be a power of two, got {chunk}")
-    B, T, H, K = q_bthk.shape
-    G, V, dtype = k_btgk.shape[2], v_btgv.shape[-1], working_dtype(v_btgv)
+    (_, T, _, K), G, V, dtype = q_bthk.shape, k_btgk.shape[2], v_btgv.shape[-1], working_dtype(v_btgv)
     S = empty_state(k_btgk, v_btgv) if state is None else state.to(dtype)
     if T == 0:
-        return v_btgv.new_zeros(B, 0, H, V), S
+        return v_btgv.new_zeros(*q_bthk.shape[:3], V), S
     C = min(chunk, 1 << (T - 1).bit_length())  # a short input needs no long chunk
 
     def split(x: Tensor) -> Tensor:
-        """(b, t, g, ...) -> (b, g, n, c, ...); the tail is padded with b = w = g = 0: the state stays."""
-        x = F.pad(x.to(dtype), (0, 0) * (x.dim() - 2) + (0, -T % C))
-        return x.unflatten(1, (-1, C)).movedim(3, 1)
+        """(b, t, g*r, ...) -> (b, g, r, n, c, ...); the tail is padded with b = w = g = 0: the state stays.
 
-    k_bgnck, v_bgncv = split(k_btgk), split(v_btgv)
-    q_bgrnck = split(q_bthk).unflatten(1, (G, H // G))
-    g = None
+        r is 1 for all but queries, so that the query heads of one memory share its products by broadcasting.
+        """
+        x = F.pad(x.to(dtype), (0, 0) * (x.dim() - 2) + (0, -T % C))
+        return x.unflatten(1, (-1, C)).movedim(3, 1).unflatten(1, (G, -1))
+
+    q, k, U_v, g = split(q_bthk), split(k_btgk), split(v_btgv), None
+    q_in, k_in, k_out, kept = q, k, k, torch.ones_like(k[..., :1, :1])
     if log_decay is not None:
         g = split(log_decay if log_decay.dim() == 4 else log_decay[..., None])
-    write_bgnc1 = split(torch.ones_like(v_btgv[..., :1]) if write is None else write[..., None])
-
-    if g is None:
-        k_in, q_in, k_out, total = k_bgnck, q_bgrnck, k_bgnck, None
-    else:
-        from_entry = g.cumsum(-2)
-        to_exit = F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
-        k_in, q_in = k_bgnck * from_entry.exp(), q_bgrnck * from_entry.exp()[:, :, None]
-        k_out = k_bgnck * to_exit.exp()
-        total = from_entry[..., -1:, :].exp().mT  # (b, g, n, K or 1, 1)
-    g_r = None if g is None else g[:, :, None]
-    P = decayed_products(q_bgrnck, k_bgnck[:, :, None], g_r)
-    P = P + torch.diag_embed((q_bgrnck * k_bgnck[:, :, None]).sum(-1))
-
-    U_v, U_k = write_bgnc1 * v_bgncv, None
+        since_entry = g.cumsum(-2)
+        q_in, k_in, k_out = q * since_entry.exp(), k * since_entry.exp(), k * sum_after(g).exp()
+        kept = since_entry[..., -1:, :].exp().mT  # (b, g, 1, n, K or 1, 1)
+    P = decayed_products(q, k, g) + torch.diag_embed((q * k).sum(-1))
+    if write is not None:
+        U_v = split(write[..., None]) * U_v
+    U_k = torch.zeros_like(k)
     if erase is not None:
-        erase_bgnc1 = split(erase[..., None])
-        L = erase_bgnc1 * decayed_products(k_bgnck, k_bgnck, g)  # the unit diagonal is implied by the solver
-        rhs = torch.cat([U_v, erase_bgnc1 * k_in], -1)
-        U_v, U_k = torch.linalg.solve_triangular(L, rhs, upper=False, unitriangular=True).split([V, K], -1)
+        b = split(erase[..., None])
+        A = b * decayed_products(k, k, g)  # the unit diagonal is implied by the solver
+        rhs = torch.cat([U_v, b * k_in], -1)
+        U_v, U_k = torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True).split([V, K], -1)
 
-    added = k_out.mT @ U_v
-    erased = None if U_k is None else k_out.mT @ U_k
-    entries = []
-    for n in range(k_bgnck.shape[2]):  # (5), the only sequential part
-        entries.append(S)
-        kept = S if total is None else total[:, :, n] * S
-        S = kept + added[:, :, n] if erased is None else kept + added[:, :, n] - erased[:, :, n] @ S
-    S_bg1nkv = torch.stack(entries, 2)[:, :, None]
-    if U_k is not None:
-        q_in = q_in - P @ U_k[:, :, None]
-    o_bgrncv = q_in @ S_bg1nkv + P @ U_v[:, :, None]  # (4) with U = U_v - U_k S0
-    o_bthv = o_bgrncv.flatten(1, 2).flatten(2, 3)[:, :, :T].transpose(1, 2)
-    return o_bthv.to(v_btgv.dtype), S
+    S_bg1kv, entries, added = S[:, :, None], [], []
+    for kept_n, k_out_n, U_v_n, U_k_n in zip(*(z.unbind(3) for z in (kept, k_out.mT, U_v, U_k))):  # (5)
+        entries.append(S_bg1kv)
+        added.append(U_v_n if erase is None else U_v_n - U_k_n @ S_bg1kv)
+        S_bg1kv = kept_n * S_bg1kv + k_out_n @ added[-1]
+    o_bgrncv = q_in @ torch.stack(entries, 3) + P @ torch.stack(added, 3)  # (4)
+    o_bthv = o_bgrncv.flatten(3, 4)[..., :T, :].flatten(1, 2).transpose(1, 2)
+    return o_bthv.to(v_btgv.dtype), S_bg1kv[:, :, 0]
 
 
 # ---------------------------------------------------------------------------- six update rules
 
 RULES: dict[str, type[UpdateRule]] = {}
-FEATURES = ("l2", "silu", "softmax")
+FEATURES: dict[str, Callable] = {  # feature maps phi; all but "l2" see x W + b instead of x
+    "l2": lambda x: F.normalize(x, dim=-1, eps=1e-4),
+    "silu": lambda x: F.normalize(F.silu(x), dim=-1, eps=1e-4),
+    "softmax": lambda x: torch.cat([x.softmax(-1), (-x).softmax(-1)], -1),
+}
 
 
 class UpdateRule(nn.Module):
@@ -247,61 +229,58 @@ class UpdateRule(nn.Module):
         feature_dim: int = 0, rank: int = 16, beta_bias: float = -1.0, decay_bias: float = 1.0,
     ):  # fmt: skip
         super().__init__()
-        if features not in FEATURES:
-            raise ValueError(f"unknown features {features!r}; choose from: {', '.join(FEATURES)}")
+        lookup(FEATURES, features, "features")
         size = feature_dim or key_dim
         if features == "l2" and size != key_dim or features == "softmax" and size % 2:
             want = f"{key_dim}, the key dimension" if features == "l2" else "even"
             raise ValueError(f"features {features}: feature_dim must be {want}, got {size}")
-        self.features, self.memory_heads, self.feature_dim = features, memory_heads, size
+        self.features, self.memory_heads = features, memory_heads
         if features != "l2":
-            width = self.feature_dim // 2 if features == "softmax" else self.feature_dim
-            near_identity = torch.eye(key_dim, width)
+            width = size // 2 if features == "softmax" else size
             for name, n in (("q", heads), ("k", memory_heads)):
-                noise = torch.randn(n, key_dim, width) * 0.02
-                self.register_parameter(f"W_{name}", nn.Parameter(near_identity + noise))
-                self.register_parameter(f"b_{name}", nn.Parameter(torch.zeros(n, width)))
+                near_identity = torch.eye(key_dim, width) + 0.02 * torch.randn(n, key_dim, width)
+                setattr(self, f"W_{name}", nn.Parameter(near_identity))
+                setattr(self, f"b_{name}", nn.Parameter(torch.zeros(n, width)))
+        decays = memory_heads * (size if self.decay == "channel" else 1)
         if self.decay == "channel":
             self.W_1 = nn.Parameter(torch.randn(d_model, rank) * d_model**-0.5)
-            self.W_2 = nn.Parameter(torch.zeros(rank, memory_heads * self.feature_dim))
-            self.b_alpha = nn.Parameter(torch.full((memory_heads * self.feature_dim,), float(decay_bias)))
+            self.W_2 = nn.Parameter(torch.zeros(rank, decays))
         elif self.decay == "head":
-            self.W_1 = nn.Parameter(torch.zeros(d_model, memory_heads))
-            self.b_alpha = nn.Parameter(torch.full((memory_heads,), float(decay_bias)))
+            self.W_1 = nn.Parameter(torch.zeros(d_model, decays))
+        if self.decay:
+            self.b_alpha = nn.Parameter(torch.full((decays,), float(decay_bias)))
         if self.delta:
             self.W_beta = nn.Parameter(torch.zeros(d_model, memory_heads))
             self.b_beta = nn.Parameter(torch.full((memory_heads,), float(beta_bias)))
 
     def encode(self, hidden_btd: Tensor) -> Tensor:
         """What a token's gates need, (B,T,E): few numbers, which can wait until the token is written."""
-        weights = [getattr(self, name) for name in ("W_1", "W_beta") if hasattr(self, name)]
-        dtype = working_dtype(hidden_btd)
-        if not weights:
-            return hidden_btd.new_zeros(*hidden_btd.shape[:2], 0, dtype=dtype)
-        return hidden_btd.to(dtype) @ torch.cat(weights, 1).to(dtype)
+        h = hidden_btd.to(working_dtype(hidden_btd))
+        weights = [getattr(self, name).to(h) for name in ("W_1", "W_beta") if hasattr(self, name)]
+        return h @ torch.cat([h.new_zeros(h.shape[-1], 0), *weights], 1)
 
     def phi(self, x_bthk: Tensor, name: str) -> Tensor:
-        """The feature map of queries (name "q") or keys ("k"), in float32."""
+        """The feature map of queries (name "q") or keys ("k"), in float32: (B,T,H,K) -> (B,T,H,feature_dim)."""
         x = x_bthk.to(working_dtype(x_bthk))
         if self.features != "l2":
             W_hkf, b_hf = getattr(self, f"W_{name}").to(x), getattr(self, f"b_{name}").to(x)
             x = torch.einsum("bthk,hkf->bthf", x, W_hkf) + b_hf
-            if self.features == "softmax":
-                return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
-            x = F.silu(x)
-        return F.normalize(x, dim=-1, eps=1e-4)
+        return FEATURES[self.features](x)
 
-    def gates(self, code_bte: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(log_decay, beta) of encoded tokens; None where the rule has none."""
-        log_decay = beta = None
+    def gates(self, code_bthe: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(log_decay <= 0, beta in (0, 1)) of encoded tokens, a code a memory head; None where there is none.
+
+        A code holds logits of all heads, because `encode` cannot know which head will write the token: head h
+        takes number h of its code."""
+        code, H, log_decay, beta = code_bthe, self.memory_heads, None, None
         if self.decay == "channel":
-            rank = self.W_1.shape[1]
-            logits = code_bte[..., :rank] @ self.W_2.to(code_bte) + self.b_alpha.to(code_bte)
-            log_decay = F.logsigmoid(logits).unflatten(-1, (self.memory_heads, self.feature_dim))
+            W_2 = self.W_2.to(code).unflatten(1, (H, -1))
+            logits = torch.einsum("bthr,rhk->bthk", code[..., : len(W_2)], W_2)
+            log_decay = F.logsigmoid(logits + self.b_alpha.to(code).unflatten(0, (H, -1)))
         elif self.decay == "head":
-            log_decay = F.logsigmoid(code_bte[..., : self.memory_heads] + self.b_alpha.to(code_bte))
+            log_decay = F.logsigmoid(code[..., :H].diagonal(dim1=-2, dim2=-1) + self.b_alpha.to(code))
         if self.delta:
-            beta = torch.sigmoid(code_bte[..., -self.memory_heads :] + self.b_beta.to(code_bte))
+            beta = torch.sigmoid(code[..., -H:].diagonal(dim1=-2, dim2=-1) + self.b_beta.to(code))
         return log_decay, beta
 
     def strengths(self, k_btgk: Tensor, log_decay: Tensor | None, beta: Tensor | None):
@@ -314,14 +293,16 @@ class UpdateRule(nn.Module):
     def writes(self, code_bte: Tensor, k_btgk: Tensor, v_btgv: Tensor):
         """(k, v, log_decay, erase, write) as equation (1) wants them, for tokens that enter the memory.
 
-        k and v come per kv head and are repeated when every query head has a memory of its own."""
+        k and v come per kv head and are repeated when every query head has a memory of its own; the code is
+        one for all heads, (B,T,E), or one a kv head, (B,T,G,E), when each head takes other tokens."""
         repeat = self.memory_heads // k_btgk.shape[2]
-        k, v = k_btgk.repeat_interleave(repeat, 2), v_btgv.repeat_interleave(repeat, 2)
-        v = v.to(working_dtype(v))
+        if code_bte.dim() == 3:
+            code_bte = code_bte[:, :, None].expand(-1, -1, k_btgk.shape[2], -1)
+        code, k, v = (x.repeat_interleave(repeat, 2) for x in (code_bte, k_btgk, v_btgv))
+        k, v = self.phi(k, "k"), v.to(working_dtype(v))
         if self.normaliser:
             v = F.pad(v, (0, 1), value=1.0)
-        k = self.phi(k, "k")
-        log_decay, erase, write = self.strengths(k, *self.gates(code_bte))
+        log_decay, erase, write = self.strengths(k, *self.gates(code))
         return k, v, log_decay, erase, torch.ones_like(v[..., 0]) if write is None else write
 
     def read(self, o_bthv: Tensor) -> Tensor:
@@ -413,15 +394,13 @@ def softmax_projection_identity(k_tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def rank1_product(k_tk: Tensor, beta_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Lemma 3: prod_j (I - b_j k_j k_j^T) = I - sum_j b_j k_j k_j^T + E -> (product, first order, bound).
 
-    The paper's C t b_max^2 fails for identical keys, where ||E|| grows like t^2 b^2/2. Expanding the
-    product gives one that holds for unit keys: ||E|| <= (1 + b_max)^t - 1 - t b_max.
+    The product is what equation (1) makes of the state I if nothing is written. The paper's C t b_max^2 fails
+    for identical keys, where ||E|| grows like t^2 b^2/2. Expanding the product gives a bound that holds for
+    unit keys: ||E|| <= (1 + b_max)^t - 1 - t b_max.
     """
-    eye = torch.eye(k_tk.shape[1]).to(k_tk)
-    product = eye
-    for k_k, beta in zip(k_tk, beta_t, strict=True):
-        product = (eye - beta * torch.outer(k_k, k_k)) @ product
-    t, b = len(beta_t), beta_t.max()
-    return product, eye - torch.einsum("t,tk,tl->kl", beta_t, k_tk, k_tk), (1 + b) ** t - 1 - t * b
+    k, eye, (t, b) = k_tk[None, :, None], torch.eye(k_tk.shape[1]).to(k_tk), (len(beta_t), beta_t.max())
+    _, product = recurrent(k, k, torch.zeros_like(k), None, beta_t[None, :, None], None, eye[None, None])
+    return product[0, 0], eye - torch.einsum("t,tk,tl->kl", beta_t, k_tk, k_tk), (1 + b) ** t - 1 - t * b
 
 
 def softmax_as_delta_rule(q_k: Tensor, k_tk: Tensor, v_tv: Tensor, scale: float) -> Tensor:
@@ -429,64 +408,40 @@ def softmax_as_delta_rule(q_k: Tensor, k_tk: Tensor, v_tv: Tensor, scale: float)
 
         o_t(q) = o_{t-1}(q) + a_t(q) (v_t - o_{t-1}(q)),    a_t(q) = exp(q.k_t) / sum_{i<=t} exp(q.k_i)
 
-    A gate forgets by a factor that knows neither q nor k_t; softmax and the delta rule forget only where
-    k_t points. Returns o_t(q) for all t, (t, V).
+    which is equation (1) with b_t = w_t = a_t and one key, the number 1. A gate forgets by a factor that
+    knows neither q nor k_t; softmax and the delta rule forget only where k_t points. Returns o_t(q) for all
+    t, (t, V).
     """
-    o, log_mass, outputs = torch.zeros_like(v_tv[0]), q_k.new_tensor(-torch.inf), []
-    for k_k, v_v in zip(k_tk, v_tv, strict=True):
-        x = q_k @ k_k * scale
-        log_mass = torch.logaddexp(log_mass, x)
-        o = o + (x - log_mass).exp() * (v_v - o)
-        outputs.append(o)
-    return torch.stack(outputs)
+    score_t = k_tk @ q_k * scale
+    a_bth = (score_t - score_t.logcumsumexp(0)).exp()[None, :, None]
+    one_bthk = torch.ones_like(a_bth)[..., None]
+    return recurrent(one_bthk, one_bthk, v_tv[None, :, None], None, a_bth, a_bth)[0][0, :, 0]
 
 
-def softmax_jacobian(p_t: Tensor) -> tuple[Tensor, Tensor]:
-    """(diag(p) - p p^T, the same as D^1/2 (I - u u^T) D^1/2 with u = sqrt p, ||u|| = 1, D = diag p).
-
-    The derivative of softmax is itself a rank-1 orthogonal projection between two diagonals.
-    """
-    u = p_t.sqrt()
-    return torch.diag(p_t) - torch.outer(p_t, p_t), u[:, None] * (
-        torch.eye(len(u)).to(u) - torch.outer(u, u)
-    ) * u
-
-
-def running_mean(x_bthk: Tensor) -> Tensor:
-    return x_bthk.cumsum(1) / torch.arange(1, x_bthk.shape[1] + 1).to(x_bthk)[:, None, None]
+def running_mean(k_bthk: Tensor) -> tuple[Tensor, Tensor]:
+    """(k, mean of k_1..k_t) of unit-normalised keys, both (B,T,H,K)."""
+    k = F.normalize(k_bthk.to(working_dtype(k_bthk)), dim=-1)
+    return k, k.cumsum(1) / torch.arange(1, k.shape[1] + 1).to(k)[:, None, None]
 
 
 def key_concentration(k_bthk: Tensor) -> Tensor:
-    """C_t = cos(k_t, mean of k_1..k_t), keys unit-normalised, all t in linear time. (B,T,H,K) -> (B,T,H)."""
-    k = F.normalize(k_bthk.to(working_dtype(k_bthk)), dim=-1)
-    return F.cosine_similarity(k, running_mean(k), dim=-1)
+    """C_t = cos(k_t, mean of k_1..k_t), all t in linear time. (B,T,H,K) -> (B,T,H) in [-1, 1]."""
+    return F.cosine_similarity(*running_mean(k_bthk), dim=-1)
 
 
-def projection_residual(k_bthk: Tensor, norm: str = "rms") -> Tensor:
-    """R_t, how far centring is from projecting: an average of Lemma 2's ||r_i||; (B,T,H,K) -> (B,T,H).
+def projection_residual(k_bthk: Tensor) -> Tensor:
+    """R_t, how far centring is from projecting: Lemma 2's ||r_i||, root of the mean square over i <= t.
 
-    ||r_i|| = |cos a_i - ||m_t||| and ||m_t|| is the mean of cos a_i, so R_t is a mean absolute deviation.
-    norm="mean" is the paper's number and needs all pairs (i, t). norm="rms" is the standard deviation
-    sqrt(u^T Cov_t u) with u = m_t/||m_t||, an upper bound of it; u^T (sum k k^T) u is equation (1) with q =
-    u and v = k: linear time.
+    (B,T,H,K) -> (B,T,H), >= 0. ||r_i|| = |cos a_i - ||m_t||| and ||m_t|| is the mean of cos a_i, so R_t is a
+    standard deviation, sqrt(u^T Cov_t u) with u = m_t/||m_t||, and an upper bound of the paper's R_t, the
+    mean of ||r_i||, which needs all pairs (i, t). u^T (sum k k^T) u is equation (1) with q = u and v = k:
+    linear time.
     """
-    k = F.normalize(k_bthk.to(working_dtype(k_bthk)), dim=-1)
-    mean = running_mean(k)
-    length = mean.norm(dim=-1)
+    k, mean = running_mean(k_bthk)
     u = F.normalize(mean, dim=-1)
-    if norm == "mean":
-        cos_bhts = torch.einsum("bthk,bshk->bhts", u, k)
-        seen_ts = torch.ones(k.shape[1], k.shape[1], dtype=k.dtype, device=k.device).tril()
-        deviation = (cos_bhts - length.transpose(1, 2)[..., None]).abs() * seen_ts
-        return (deviation.sum(-1) / seen_ts.sum(-1)).transpose(1, 2)
-    if norm != "rms":
-        raise ValueError(f"unknown norm {norm!r}; choose from: mean, rms")
-    second_moment = (chunked(u, k, k)[0] * u).sum(-1)
-    steps = torch.arange(1, k.shape[1] + 1, device=k.device, dtype=k.dtype)[:, None]
-    return (second_moment / steps - length**2).clamp(min=0).sqrt()
-
-
-# ---------------------------------------------------------------------------- a demonstration
+    steps = torch.arange(1, k.shape[1] + 1).to(k)[:, None]
+    second_moment = (chunked(u, k, k)[0] * u).sum(-1) / steps
+    return (second_moment - mean.square().sum(-1)).clamp(min=0).sqrt()
 
 
 def main() -> None:
@@ -501,8 +456,7 @@ def main() -> None:
         print(f" spread {spread:3}: C = {C:.3f}  R = {residual.norm(dim=-1).mean():.3f} ({check:.0e})")
     print("\nwrite A->1, B->2, then overwrite A->9; read A and B back (exact answer 9 and 2)")
     a, b = F.normalize(torch.randn(2, 16), dim=-1)
-    k = torch.stack([a, b, a])[None, :, None]
-    v = torch.tensor([1.0, 2.0, 9.0])[None, :, None, None]
+    k, v = torch.stack([a, b, a])[None, :, None], torch.tensor([1.0, 2.0, 9.0])[None, :, None, None]
     one = torch.ones(1, 3, 1)
     for name, decay, beta in (("sum", one, None), ("gate 0.5", 0.5 * one, None), ("delta rule", one, one)):
         _, S = recurrent(k, k, v, decay.log(), beta, beta)

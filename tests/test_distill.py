@@ -20,7 +20,7 @@ from distill import (
     fingerprint,
     linear_layers,
     linearize,
-    load_adapter,
+    load_linearized,
     new_parameters,
     save_adapter,
     train_adapters,
@@ -44,6 +44,11 @@ def preset_config(preset, **more):
 def logits(model, ids=IDS, **kw):
     with torch.no_grad():
         return model(input_ids=ids, **kw).logits
+
+
+def logits_and_cache(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=True).cache
 
 
 def stir(model, size=0.3):
@@ -176,8 +181,9 @@ def test_a_batch_with_left_padding_generates_what_its_rows_generate_alone():
 
 def test_what_a_linearized_model_cannot_do_is_refused_in_one_line():
     model = linearize(tiny_model(), SMALL)
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model(input_ids=IDS, use_cache=True)
+    foreign = logits_and_cache(tiny_model())
+    with pytest.raises(ValueError, match="hold keys of another model"):
+        model(input_ids=IDS, cache=foreign)
     with pytest.raises(ValueError, match="packed documents"):
         model(input_ids=IDS, position_ids=torch.arange(40).remainder(20)[None].expand(2, -1))
     with pytest.raises(ValueError, match="2-D padding mask"):
@@ -333,7 +339,7 @@ def test_an_interrupt_keeps_the_adapter_trained_so_far(tmp_path):
     model = linearize(tiny_model(), SMALL)
     with pytest.raises(KeyboardInterrupt):
         stop_after(model, train_config(save_every=100), tmp_path / "out", steps=3)
-    loaded = load_adapter(tiny_model(), tmp_path / "out")
+    loaded = load_linearized(tiny_model(), tmp_path / "out")
     for a, b in zip(new_parameters(model).values(), new_parameters(loaded).values()):
         assert torch.equal(a, b)
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 3
@@ -354,7 +360,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_save(tmp_pat
     train_adapters(model, TOKENS, train_config(steps=2), tmp_path)
     kept = (tmp_path / "adapter_model.safetensors").read_bytes()
     next(iter(new_parameters(model).values())).data.fill_(torch.nan)
-    with pytest.raises(distill.UserError, match="the loss is nan at step 0"):
+    with pytest.raises(distill.UserError, match="the loss of layer 0 is nan at step 0"):
         train_adapters(model, TOKENS, train_config(), tmp_path)
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == kept
 
@@ -373,36 +379,33 @@ def test_learning_rate_warms_up_and_ends_at_its_floor():
 def test_a_saved_adapter_is_reloaded_bit_for_bit(preset, tmp_path):
     model = stir(linearize(tiny_model(), preset_config(preset, sinks=2, window=5)))
     save_adapter(model, tmp_path)
-    loaded = load_adapter(tiny_model(), tmp_path)
+    loaded = load_linearized(tiny_model(), tmp_path)
     assert torch.equal(logits(loaded), logits(model))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_broken_and_foreign_adapter_folders_are_refused_in_one_line(tmp_path):
     save_adapter(linearize(tiny_model(), SMALL), tmp_path)
-    weights, about = (tmp_path / n for n in ("adapter_model.safetensors", "adapter_config.json"))
-    good_weights, good_about = weights.read_bytes(), about.read_text()
+    weights = tmp_path / "adapter_model.safetensors"
+    good = weights.read_bytes()
     refused = pytest.raises(distill.UserError)
+    with pytest.raises(distill.UserError, match="a qwen2 model; this one is llama"):
+        load_linearized(tiny_model("llama"), tmp_path)
     with refused:
-        load_adapter(tiny_model("llama"), tmp_path)
-    with refused:
-        load_adapter(tiny_model(), tmp_path / "nowhere")
-    for text in (
-        "",
-        "[]",
-        '{"format": 1}',
-        good_about.replace('"format": 1', '"format": 99'),
-        good_about[:-20],
-    ):
-        about.write_text(text)
-        with refused:
-            load_adapter(tiny_model(), tmp_path)
-    about.write_text(good_about)
-    weights.write_bytes(good_weights[:-8])
-    with refused:
-        load_adapter(tiny_model(), tmp_path)
-    weights.write_bytes(good_weights)
-    load_adapter(tiny_model(), tmp_path)
+        load_linearized(tiny_model(), tmp_path / "nowhere")
+    other = tiny_model()
+    other.model.layers[0].mlp.up_proj.weight.data.add_(0.1)
+    with pytest.raises(distill.UserError, match="the weights of this model are others"):
+        load_linearized(other, tmp_path)
+    for bad in (b"", b"{}", good[:-8], good.replace(b'\\"format\\": 2', b'\\"format\\": 3'), good[:-1] + b"?"):
+        assert bad != good
+        weights.write_bytes(bad)
+        with refused as error:
+            load_linearized(tiny_model(), tmp_path)
+        assert "\n" not in str(error.value)
+    weights.write_bytes(good)
+    load_linearized(tiny_model(), tmp_path)
+    load_linearized(tiny_model().bfloat16(), tmp_path)  # the same weights, to 16 bits
 
 
 def test_held_out_text_is_never_trained_on(tmp_path):

@@ -16,6 +16,7 @@ from interventions import (
     LinearizedAttention,
     Pool,
     ShortConv,
+    State,
     exact_attention,
     running_moments,
 )
@@ -23,7 +24,7 @@ from interventions import (
 F64 = torch.float64
 
 
-def qkv(T, seed=0, B=2, H=4, G=2, K=8, V=6, D=10, dtype=F64):
+def qkv(T, seed=0, B=3, H=4, G=2, K=8, V=6, D=10, dtype=F64):
     torch.manual_seed(seed)
     return [torch.randn(B, T, *s, dtype=dtype) for s in ((H, K), (G, K), (G, V), (D,))]
 
@@ -35,6 +36,22 @@ def make_layer(seed=0, dtype=F64, V=6, **kw):
     for p in layer.parameters():
         p.data += 0.2 * torch.randn_like(p)
     return layer.to(dtype)
+
+
+def convolved(layer, q, k, v):
+    """q, k, v as the memory of a whole sequence sees them."""
+    if layer.conv_q is None:
+        return q, k, v
+    return layer.conv_q(q), layer.conv_k(k), layer.conv_v(v)
+
+
+def routed(layer, *x, scale=8**-0.5):
+    """The block loop, also for recency, which has a faster form of its own."""
+    past = State()
+    config, layer.config = layer.config, dataclasses.replace(layer.config, router="mass")
+    q_memory, bank, rest = layer.enter(*x, past)
+    layer.config = config
+    return layer.routed(x[0], q_memory, bank, past, rest, scale, None)[0]
 
 
 def softmax_over(q, k, v, allowed_ts, scale, softcap=None):
@@ -87,18 +104,15 @@ def test_the_memory_read_is_q_times_the_state_of_tokens_s_to_t_minus_w(rule, mem
     T, s, w = 23, 3, 5
     layer = make_layer(rule=rule, merge="sum", sinks=s, window=w, memory_per=memory_per, conv=conv)
     q, k, v, hidden = qkv(T)
-    read, _ = layer.memory(q, k, v, hidden)
-    if conv:
-        q_c, k_c, v_c = layer.conv_q(q), layer.conv_k(k), layer.conv_v(v)
-    else:
-        q_c, k_c, v_c = q, k, v
+    read = layer(q, k, v, hidden) - exact_attention(q, k, v, s, w, 8**-0.5)[0]  # what the sum merge added
+    q_c, k_c, v_c = convolved(layer, q, k, v)
     q_in, k_in, v_in, *gates = layer.rule(hidden, q_c, k_c, v_c)
     for t in range(s + w, T):
         part = slice(s, t - w + 1)
         seen = [None if x is None else x[:, part] for x in (k_in, v_in, *gates)]
         _, S = la.recurrent(q_in[:, part], *seen)
         o = torch.einsum("bgrk,bgkv->bgrv", q_in[:, t].unflatten(1, (S.shape[1], -1)), S).flatten(1, 2)
-        assert torch.allclose(read[:, t - s - w], layer.rule.read(o), atol=1e-10)
+        assert torch.allclose(read[:, t], layer.rule.read(o), atol=1e-10)
 
 
 @pytest.mark.parametrize("merge", MERGES)
@@ -113,7 +127,7 @@ def test_up_to_sinks_plus_window_tokens_the_layer_is_softmax_attention(merge, ru
 
 
 @pytest.mark.parametrize("merge", MERGES)
-@pytest.mark.parametrize("moments", ["mean", "diag", "full"])
+@pytest.mark.parametrize("moments", ["mean", "diag"])
 @pytest.mark.parametrize("sinks,window,budget", [(2, 5, 0), (0, 4, 3), (3, 0, 0), (0, 0, 0)])
 def test_every_merge_is_causal_for_any_exact_set(merge, moments, sinks, window, budget):
     layer = make_layer(merge=merge, moments=moments, sinks=sinks, window=window, budget=budget, conv=3)
@@ -138,15 +152,15 @@ def test_a_layer_with_its_memory_off_is_its_exact_part():
     assert torch.equal(make_layer(merge="off", sinks=3, window=6)(q, k, v, hidden), want)
 
 
-@pytest.mark.parametrize("kind", ["mean", "diag", "full"])
+@pytest.mark.parametrize("kind", ["mean", "diag"])
 def test_running_moments_are_count_mean_and_covariance_of_the_keys_so_far(kind):
     q, k, _, _ = qkv(33)
-    moments = running_moments(q, k, kind)
+    moments, _ = running_moments(q, k, kind)
     for t in (0, 1, 32):
         seen = k[:, : t + 1].repeat_interleave(2, 2)  # (b, s, h, k)
         mean = seen.mean(1)
         cov = torch.einsum("bshk,bshl->bhkl", seen - mean[:, None], seen - mean[:, None]) / (t + 1)
-        cov = torch.diag_embed(cov.diagonal(dim1=-2, dim2=-1)) if kind == "diag" else cov
+        cov = torch.diag_embed(cov.diagonal(dim1=-2, dim2=-1))
         assert moments["count"][0, t] == t + 1
         assert torch.allclose(moments["q_mean"][:, t], torch.einsum("bhk,bhk->bh", q[:, t], mean))
         if kind != "mean":
@@ -158,8 +172,8 @@ def test_moments_survive_keys_with_a_large_bias_in_float32():
     """Qwen2's keys: bias 100, spread 1. E[k^2] - mean^2 in float32 would be off by whole units."""
     q, k, _, _ = qkv(2000, dtype=torch.float32)
     k = k + 100.0
-    got = running_moments(q, k, "diag")["q_cov_q"].double()
-    want = running_moments(q.double(), k.double(), "diag")["q_cov_q"]
+    got = running_moments(q, k, "diag")[0]["q_cov_q"].double()
+    want = running_moments(q.double(), k.double(), "diag")[0]["q_cov_q"]
     assert ((got - want).abs().max() / want.abs().max()) < 1e-4  # 2,000 float32 additions
 
 
@@ -171,7 +185,7 @@ def test_log_mass_is_exact_for_gaussian_keys():
     q = torch.randn(1, n, 1, d, dtype=F64)
     layer = LinearizedAttention(LinearizeConfig(), 10, 1, 1, d, d).double()
     layer.merge.a2.data.fill_(1.0)
-    moments = running_moments(q, k, "diag")
+    moments, _ = running_moments(q, k, "diag")
     got = layer.merge.log_mass(q, moments, d**-0.5)[0, -1, 0]
     want = (k[0, :, 0] @ q[0, -1, 0] * d**-0.5).logsumexp(0)
     assert abs(got - want) < 3 * n**-0.5
@@ -189,7 +203,7 @@ def slow_routed(layer, q, k, v, hidden, scale):
     outs = torch.zeros(1, T, q.shape[2], v.shape[-1], dtype=q.dtype)
     places = []
     if memory:
-        q_in, k_in, v_in, g, b, w = layer.rule(hidden, *layer.convolved(q, k, v))
+        q_in, k_in, v_in, g, b, w = layer.rule(hidden, *convolved(layer, q, k, v))
         M = k_in.shape[2]
     for head in range(G):
         mine = range(head * q.shape[2] // G, (head + 1) * q.shape[2] // G)
@@ -202,7 +216,7 @@ def slow_routed(layer, q, k, v, hidden, scale):
         for t in range(T):
             start = t - t % c.block
             if t == start:
-                received = {i: x / 2 for i, x in received.items()}
+                received = {i: x * 0.5 ** (c.block / c.half_life) for i, x in received.items()}
             window = [i for i in range(max(start + c.block - c.window, c.sinks), t + 1)]
             sinks = [i for i in range(min(c.sinks, t + 1))]
             seen = sinks + routed + window
@@ -248,10 +262,10 @@ def slow_routed(layer, q, k, v, hidden, scale):
                         per.append((v_in[0, i, m, : v.shape[-1]] - read).norm())
                     error.append(torch.stack(per).mean())
                 if len(pool) > c.budget:
-                    at = torch.tensor(pool)[None, None]
-                    mass = torch.tensor([received[i] for i in pool], dtype=q.dtype)[None, None]
-                    errors = torch.stack(error)[None, None].detach() if error else None
-                    score = ROUTERS[c.router](Pool(at, mass, lambda e=errors: e, c.budget))[0, 0]
+                    at = torch.tensor(pool)[None, :, None]
+                    mass = torch.tensor([received[i] for i in pool], dtype=q.dtype)[None, :, None]
+                    errors = torch.stack(error)[None, :, None].detach() if error else None
+                    score = ROUTERS[c.router](Pool(at, mass, lambda e=errors: e, c.budget))[0, :, 0]
                     order = score.argsort(descending=True, stable=True).tolist()
                     routed[:] = sorted(pool[i] for i in order[: c.budget])
                     evicted.extend(sorted(pool[i] for i in order[c.budget :]))
@@ -260,7 +274,7 @@ def slow_routed(layer, q, k, v, hidden, scale):
     return outs, places
 
 
-ROUTED = dict(sinks=2, window=8, block=4, budget=5)
+ROUTED = dict(sinks=2, window=8, block=4, budget=5, half_life=4)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -271,14 +285,14 @@ def test_routing_in_blocks_equals_routing_token_by_token(router, more):
     layer = make_layer(**(ROUTED | dict(router=router) | more))
     x = qkv(37, B=1)
     want, _ = slow_routed(layer, *x, 0.4)
-    assert torch.allclose(layer.routed(*x, 0.4, None), want, atol=1e-10)
+    assert torch.allclose(routed(layer, *x, scale=0.4), want, atol=1e-10)
 
 
 @pytest.mark.parametrize("rule", la.RULES)
 def test_routing_by_error_asks_every_rule_what_it_recalls(rule):
     layer = make_layer(rule=rule, router="error", **ROUTED)
     x = qkv(30, B=1)
-    assert torch.allclose(layer.routed(*x, 0.4, None), slow_routed(layer, *x, 0.4)[0], atol=1e-10)
+    assert torch.allclose(routed(layer, *x, scale=0.4), slow_routed(layer, *x, 0.4)[0], atol=1e-10)
 
 
 @settings(max_examples=15)
@@ -296,7 +310,7 @@ def test_every_token_is_in_exactly_one_place_and_the_budget_is_kept(T, router, b
     for t, _, *four in places:
         assert sorted(sum(four, [])) == list(range(t + 1))
         assert len(four[1]) <= budget and sum(map(len, four[:3])) <= layer.config.exact_pairs
-    assert torch.allclose(layer.routed(*x, 0.4, None), want, atol=1e-10)
+    assert torch.allclose(routed(layer, *x, scale=0.4), want, atol=1e-10)
 
 
 @pytest.mark.parametrize("merge", ["sum", "lse"])
@@ -304,7 +318,7 @@ def test_every_token_is_in_exactly_one_place_and_the_budget_is_kept(T, router, b
 def test_recency_in_blocks_of_one_equals_the_shifted_one_call_form(merge, budget):
     layer = make_layer(merge=merge, sinks=2, window=5, budget=budget, block=1, conv=3)
     x = qkv(40)
-    assert torch.allclose(layer.routed(*x, 8**-0.5, None), layer(*x), atol=1e-10)
+    assert torch.allclose(routed(layer, *x), layer(*x), atol=1e-10)
 
 
 @pytest.mark.parametrize("router", [r for r in ROUTERS if r != "recency"])
@@ -324,9 +338,9 @@ def test_of_equal_tokens_the_older_stay():
     q, k, v, hidden = qkv(37, B=1)
     q = torch.zeros_like(q)  # all scores equal: the tokens of a block receive the same mass
     want, places = slow_routed(layer, q, k, v, hidden, 0.4)
-    assert torch.allclose(layer.routed(q, k, v, hidden, 0.4, None), want, atol=1e-10)
-    routed, evicted = places[12][3], places[12][5]  # the first eviction: tokens 2..7 compete for 5 places
-    assert (routed, evicted) == ([2, 3, 4, 5, 6], [7])
+    assert torch.allclose(routed(layer, q, k, v, hidden, scale=0.4), want, atol=1e-10)
+    kept, evicted = places[12][3], places[12][5]  # the first eviction: tokens 2..7 compete for 5 places
+    assert (kept, evicted) == ([2, 3, 4, 5, 6], [7])
 
 
 def test_the_choice_of_a_router_carries_no_gradient_but_the_memory_does():
@@ -350,8 +364,93 @@ def test_a_surprising_token_is_kept_by_error_and_written_by_mass():
         config = LinearizeConfig(router=router, sinks=1, window=8, block=4, budget=4, beta_bias=3.0)
         layer = LinearizedAttention(config, 10, 4, 2, 8, 6).double()
         want, places = slow_routed(layer, q, k, v, hidden, 1.0)
-        assert torch.allclose(layer.routed(q, k, v, hidden, 1.0, None), want, atol=1e-10)
+        assert torch.allclose(routed(layer, q, k, v, hidden, scale=1.0), want, atol=1e-10)
         assert (needle in places[T - 1][3]) == kept
+
+
+# ----------------------------------------------------------------------------- the carried state
+
+
+def in_pieces(layer, x, cuts):
+    """The same sequence, given piece by piece to one state."""
+    state, T = State(), x[0].shape[1]
+    borders = [0, *sorted(cuts), T]
+    pieces = [layer(*(y[:, a:b] for y in x), state=state) for a, b in zip(borders, borders[1:])]
+    assert state.count == T
+    return torch.cat(pieces, 1), state
+
+
+@pytest.mark.parametrize("rule", la.RULES)
+@pytest.mark.parametrize("router", ROUTERS)
+@settings(max_examples=6)
+@given(
+    T=st.integers(1, 45),
+    cuts=st.lists(st.integers(0, 45), max_size=4),
+    merge=st.sampled_from(["off", "sum", "lse"]),
+    memory_per=st.sampled_from(["kv", "query"]),
+    conv=st.sampled_from([0, 3]),
+    sinks=st.sampled_from([0, 2]),
+    budget=st.sampled_from([0, 5]),
+)
+def test_any_split_of_a_sequence_equals_one_pass(
+    rule, router, T, cuts, merge, memory_per, conv, sinks, budget
+):  # fmt: skip
+    if merge == "off" and router in ("error", "mix"):
+        merge = "lse"
+    layer = make_layer(
+        rule=rule, router=router, merge=merge, memory_per=memory_per, conv=conv, sinks=sinks, window=8,
+        block=4, budget=budget,
+    )  # fmt: skip
+    x = qkv(T)
+    got, _ = in_pieces(layer, x, [c for c in cuts if c <= T])
+    assert torch.allclose(got, layer(*x), atol=1e-9)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("merge,conv", [("sum", 3), ("lse", 0)])
+def test_one_token_at_a_time_equals_one_pass_and_the_state_stops_growing(router, merge, conv):
+    layer = make_layer(router=router, merge=merge, conv=conv, **ROUTED)
+    x, state, sizes, outs = qkv(60), State(), [], []
+    for t in range(60):
+        outs.append(layer(*(y[:, t : t + 1] for y in x), state=state))
+        sizes.append(state.nbytes())
+    assert torch.allclose(torch.cat(outs, 1), layer(*x), atol=1e-9)
+    # it breathes with the block, and no more
+    assert sizes[40:44] == sizes[44:48] == sizes[56:60] and max(sizes) == max(sizes[56:60])
+
+
+def test_rows_of_a_batch_can_be_taken_apart_and_joined():
+    layer = make_layer(router="mix", **ROUTED)
+    x = qkv(50)
+    state = State()
+    layer(*(y[:, :30] for y in x), state=state)
+    apart = [state.row(2), state.row(1), state.row(0)]
+    joined = State.join(apart)
+    want = layer(*x)[:, 30:]
+    assert torch.allclose(layer(*(y[:, 30:].flip(0) for y in x), state=joined), want.flip(0), atol=1e-10)
+    assert apart[0].count == 30, "joining rows leaves them as they were"
+
+
+@pytest.mark.parametrize("router", ["recency", "mix"])
+def test_state_bytes_are_those_of_a_real_state(router):
+    layer = make_layer(router=router, conv=3, dtype=torch.float32, **ROUTED)
+    for T in (1, 5, 16, 19, 200):
+        state = State()
+        T_real = min(T, 19)  # 19 = the end of a block, when the state is largest
+        layer(*(y[:1] for y in qkv(T_real, dtype=torch.float32)), state=state)
+        assert layer.state_bytes(T, torch.float32) == state.nbytes()
+
+
+def test_a_variant_shares_the_parameters_and_changes_nothing_else():
+    layer = make_layer(router="mix", **ROUTED)
+    x, before = qkv(40), None
+    before = layer(*x)
+    off = layer.variant(merge="off", router="recency")
+    want = exact_attention(*x[:3], 2, 13, 8**-0.5)[0]
+    assert torch.equal(off(*x), want)
+    assert not list(off.parameters()) and layer.variant() is layer
+    assert {id(p) for p in layer.variant(router="random").parameters()} == {id(p) for p in layer.parameters()}
+    assert torch.equal(layer(*x), before)
 
 
 # ----------------------------------------------------------------------------- convolution, dtypes, options
@@ -413,7 +512,7 @@ def test_scores_of_thousands_lose_no_digit_in_half_precision(dtype):
 
 def test_a_layer_takes_a_sequence_of_no_tokens():
     layer = make_layer(sinks=1, window=3)
-    assert layer(*qkv(0)).shape == (2, 0, 4, 6)
+    assert layer(*qkv(0)).shape == (3, 0, 4, 6)
 
 
 def test_key_and_value_dimensions_may_differ_and_heads_may_not_be_grouped():
@@ -430,7 +529,6 @@ def test_key_and_value_dimensions_may_differ_and_heads_may_not_be_grouped():
         (dict(merge="mean"), "unknown merge 'mean'; choose from: lse, off, sum"),
         (dict(router="mas"), "unknown router 'mas'; choose from: error, mass, mix, random, recency"),
         (dict(router="mass", window=100, block=32), "window must be a multiple of block 32, got 100"),
-        (dict(router="mass", moments="full"), "moments must be diag or mean"),
         (dict(router="error", merge="off"), "router error asks the memory"),
         (dict(sinks=-1), "sinks must be at least 0, got -1"),
         (dict(conv=100), "conv must be at least 0 and at most 64, got 100"),

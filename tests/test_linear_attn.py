@@ -244,11 +244,16 @@ def test_softmax_is_a_delta_rule_in_function_space(seed, t):
 
 @given(seed=st.integers(0, 10**6), t=st.integers(2, 30))
 def test_softmax_jacobian_is_a_projection_between_two_diagonals(seed, t):
+    """diag p - p p^T = D^1/2 (I - u u^T) D^1/2 with D = diag p, u = sqrt p, ||u|| = 1: softmax differentiates
+    into a rank-1 orthogonal projection between two diagonals."""
     torch.manual_seed(seed)
     x = torch.randn(t, dtype=F64)
-    jacobian, factored = la.softmax_jacobian(x.softmax(0))
     want = torch.autograd.functional.jacobian(lambda y: y.softmax(0), x)
-    assert (jacobian - want).abs().max() < 1e-12 and (factored - want).abs().max() < 1e-12
+    p, u = x.softmax(0), x.softmax(0).sqrt()
+    assert u.norm() == pytest.approx(1)
+    factored = u[:, None] * (torch.eye(t) - torch.outer(u, u)) * u
+    assert (torch.diag(p) - torch.outer(p, p) - want).abs().max() < 1e-12
+    assert (factored - want).abs().max() < 1e-12
 
 
 def test_sharp_softmax_over_orthonormal_keys_is_the_delta_rule():
@@ -262,10 +267,18 @@ def test_sharp_softmax_over_orthonormal_keys_is_the_delta_rule():
     assert (o - la.softmax_attention(*args, scale=200.0)).abs().max() < 1e-12
 
 
+def mean_residual(k_bthk):
+    """The paper's R_t, the mean over i <= t of ||r_i|| = |cos a_i - ||m_t|||, from all pairs; (B,T,H)."""
+    mean_bthk = k_bthk.cumsum(1) / torch.arange(1, k_bthk.shape[1] + 1)[:, None, None]
+    cos_bths = torch.einsum("bthk,bshk->bths", F.normalize(mean_bthk, dim=-1), k_bthk)
+    seen_ts = torch.ones(2 * k_bthk.shape[1:2], dtype=F64).tril()[:, None]
+    return ((cos_bths - mean_bthk.norm(dim=-1)[..., None]).abs() * seen_ts).sum(-1) / seen_ts.sum(-1)
+
+
 def test_diagnostics_are_those_of_the_definition_at_every_t():
     torch.manual_seed(0)
     k = F.normalize(torch.randn(1, 30, 2, 5, dtype=F64) + 0.5, dim=-1)
-    C, mean, rms = la.key_concentration(k), la.projection_residual(k, "mean"), la.projection_residual(k)
+    C, mean, rms = la.key_concentration(k), mean_residual(k), la.projection_residual(k)
     for t in (1, 7, 29):
         for h in range(2):
             seen = k[0, : t + 1, h]
