@@ -101,7 +101,7 @@ class TrainConfig:
 
 
 PRESETS = {
-    "best": {},  # the defaults of both dataclasses
+    "best": dict(router="mix", window=64, budget=64),  # beside the defaults of both dataclasses
     # arXiv 2607.07706 to the letter; its length is --steps 2500 --seq-len 4096.
     "paper": dict(rule="kda", merge="sum", sinks=8, window=56, conv=8, conv_init="default", features="l2",
                   memory_per="query", rank=16, beta_bias=-1.0, decay_bias=1.0, loss="ce", lr=2e-3,
@@ -132,30 +132,41 @@ def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto"):
     return model.eval().requires_grad_(False), tokenizer
 
 
-def read_text(source: str) -> str:
-    """The text of a file, or of a file in a dataset repository of the hub (owner/name:file); "" is the help
-    text that comes with every Python, about 700 KB of English."""
-    if not source:
-        return "\n".join(topics[key] for key in sorted(topics))
+def read_file(source: str) -> str:
+    """The text of a file, or of a file in a dataset repository of the hub (owner/name:file)."""
     path = Path(source)
     try:
         if not path.exists() and source.count(":") == 1 and "/" in source.split(":")[0]:
             path = Path(hf_hub_download(*source.split(":"), repo_type="dataset"))
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return "\n\n".join(row["text"] for row in json.loads(text))
-        if path.suffix == ".jsonl":
-            return "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
-        return text
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise UserError(f"{source}: want a list or lines of objects with a text field") from None
+        return path.read_text(encoding="utf-8")
     except Exception as error:  # no such file, not UTF-8, or one of the hub's dozen classes
         raise UserError(f"cannot read {source}: {brief(error)}") from None
 
 
+def read_texts(source: str) -> list[str]:
+    """The documents of a .json or .jsonl source, or any other file as one; "" is the help text that comes
+    with every Python, about 700 KB of English."""
+    if not source:
+        return ["\n".join(topics[key] for key in sorted(topics))]
+    text = read_file(source)
+    try:
+        if source.endswith(".json"):
+            return [row["text"] for row in json.loads(text)]
+        if source.endswith(".jsonl"):
+            return [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
+        return [text]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise UserError(f"{source}: want a list or lines of objects with a text field") from None
+
+
+def read_text(sources: Sequence[str]) -> list[str]:
+    """One text a source; without sources the embedded one."""
+    return ["\n\n".join(read_texts(source)) for source in sources or ("",)]
+
+
 def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
     """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training."""
-    texts, held = [read_text(x) for x in train.data or ("",)], [read_text(x) for x in train.eval_data]
+    texts, held = read_text(train.data), read_text(train.eval_data) if train.eval_data else []
     if not held:
         cuts = [len(text) * 9 // 10 for text in texts]
         texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
@@ -296,6 +307,15 @@ def _prepare_inputs(module, args, kwargs):
     return args, kwargs
 
 
+def new_layer(model: hf.PreTrainedModel, module: nn.Module, config: LinearizeConfig) -> LinearizedAttention:
+    """A layer for this attention module, on its device, with float32 parameters."""
+    heads, kv_heads, dim = head_shape(model, module)
+    width = model.config.get_text_config().hidden_size
+    layer = LinearizedAttention(config, width, heads, kv_heads, dim, dim).to(next(module.parameters()).device)
+    layer.controller = model.controller
+    return layer
+
+
 def linearize(
     model: hf.PreTrainedModel, config: LinearizeConfig, layers: Sequence[int] | None = None, seed: int = 0
 ) -> hf.PreTrainedModel:
@@ -320,9 +340,7 @@ def linearize(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for m in (modules[i] for i in chosen):
-            heads, kv_heads, dim = head_shape(model, m)
-            m.linear = LinearizedAttention(config, text.hidden_size, heads, kv_heads, dim, dim)
-            m.linear.to(next(m.parameters()).device).controller = model.controller
+            m.linear = new_layer(model, m, config)
             m.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
     model.base_model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
     model.set_attn_implementation(NAME)
@@ -341,6 +359,13 @@ def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
             del module.linear
     del model.controller, model.linearize_config
     return model
+
+
+def reconfigure(model: hf.PreTrainedModel, **changes) -> None:
+    """Another router, window or budget for a linearized model: nothing that has parameters."""
+    model.linearize_config = dataclasses.replace(model.linearize_config, **changes)
+    for layer in linear_layers(model).values():
+        layer.config = model.linearize_config
 
 
 @contextlib.contextmanager
@@ -496,10 +521,8 @@ def digest(tensors: dict[str, Tensor], about: str) -> str:
     """SHA-256 over everything an adapter says: a flipped bit is found."""
     sha = hashlib.sha256(about.encode())
     for name, x in sorted(tensors.items()):
-        sha.update(
-            f"{name} {x.dtype} {tuple(x.shape)}".encode()
-            + x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
+        sha.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        sha.update(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 
@@ -511,7 +534,7 @@ def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConf
     """
     about = dict(format=FORMAT, base_model=model.config._name_or_path, model_type=model.config.model_type,
                  layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
-                 train=None if train is None else dataclasses.asdict(train), weights=some_weights(model))  # fmt: skip
+                 train=train and dataclasses.asdict(train), weights=some_weights(model))  # fmt: skip
     tensors, text = (
         {n: p.detach().cpu().contiguous() for n, p in new_parameters(model).items()},
         json.dumps(about),
@@ -540,7 +563,8 @@ def load_linearized(model: hf.PreTrainedModel | str, folder: Path | str) -> hf.P
     except Exception as error:  # missing, truncated or foreign files
         raise UserError(f"{folder} holds no adapter this code can read: {brief(error)}") from None
     model = load_teacher(model)[0] if isinstance(model, str) else model
-    was, kind = f"{folder} was trained on {about['base_model'] or 'another model'}", model.config.model_type
+    was = f"{folder} was trained on {about['base_model'] or 'another model'}"
+    kind = model.config.model_type
     if about["model_type"] != kind:
         raise UserError(f"{was}, a {about['model_type']} model; this one is {kind}")
     then, now = torch.tensor(about["weights"]), torch.tensor(some_weights(model))
@@ -633,9 +657,12 @@ def run(args: argparse.Namespace, report: Callable) -> None:
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window = {pairs}")
     check_writable(out)
     model, tokenizer = load_teacher(train.model, train.dtype, train.device)
-    tokens, held_out = load_data(tokenizer, train)
+    data = tokens, held_out = load_data(tokenizer, train)
     frozen, before = sum(p.numel() for p in model.parameters()), fingerprint(model)
-    linearize(model, config, train.layers or None, train.seed)
+    if args.adapter:  # go on from there, with another loss for example
+        load_linearized(model, args.adapter)
+    else:
+        linearize(model, config, train.layers or None, train.seed)
     new = sum(p.numel() for p in new_parameters(model).values())
     print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
     print(f"linearized  {len(linear_layers(model))} layers with {new:,} new parameters ({new / frozen:.2%})")
@@ -645,11 +672,44 @@ def run(args: argparse.Namespace, report: Callable) -> None:
     if fingerprint(model) != before:
         raise RuntimeError("a frozen weight has changed: a bug in this program")
     print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); results in {out}/\n")
-    report(model, held_out, train, out / "results.json", before)
+    report(model, tokenizer, data, train, out / "results.json", before)
 
 
-def command_line(parser: argparse.ArgumentParser, run: Callable, argv: list[str] | None = None) -> int:
-    """Add the options, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
+def generate(args: argparse.Namespace) -> None:
+    """Stream text from a linearized model in constant memory, then say what it took."""
+    if not args.adapter:
+        raise UserError("generate needs --adapter DIR (python distill.py makes one)")
+    model, tokenizer = load_teacher(args.model, args.dtype or "auto", args.device or "auto")
+    load_linearized(model, args.adapter)
+    ids = tokenizer(
+        sys.stdin.read() if args.prompt == "-" else args.prompt, return_tensors="pt", verbose=False
+    )
+    if ids["input_ids"].numel() == 0:
+        raise UserError("the prompt is empty")
+    cache, streamer = hf.DynamicCache(), hf.TextStreamer(tokenizer, skip_prompt=True)
+    sampling = (
+        dict(do_sample=True, temperature=args.temperature, top_k=0)
+        if args.temperature
+        else dict(do_sample=False)
+    )
+    torch.manual_seed(args.seed or 0)
+    start = time.time()
+    out = model.generate(
+        **ids.to(model.device), past_key_values=cache, streamer=streamer, max_new_tokens=args.max_new_tokens,
+        prefill_chunk_size=1024, **sampling,
+    )  # fmt: skip
+    new, seconds = out.shape[1] - ids["input_ids"].shape[1], time.time() - start
+    size = sum(row.nbytes() for layer in cache.layers for row in getattr(layer, "rows", ()))
+    pairs = model.linearize_config.exact_pairs
+    print(f"\n{out.shape[1]} tokens of context, at most {pairs} exact pairs a query, state {size:,} bytes, "
+          f"{new} new tokens, {new / seconds:.1f} tokens/s with the prompt", file=sys.stderr)  # fmt: skip
+
+
+def command_line(run: Callable, describe: Callable, argv: list[str] | None = None) -> int:
+    """Parse, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+    describe(parser)
+    parser.add_argument("--adapter", help="folder that distill.py wrote")
     parser.add_argument("--preset", default="best", help=f"where options start ({', '.join(PRESETS)}) [best]")
     add_options(parser, TrainConfig)
     add_options(parser, LinearizeConfig)
@@ -668,15 +728,22 @@ def command_line(parser: argparse.ArgumentParser, run: Callable, argv: list[str]
     return 2
 
 
-def main(report: Callable, argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__.splitlines()[0]
+    parser.add_argument("command", nargs="?", default="train", choices=("train", "generate"))
     parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    return command_line(parser, lambda args: run(args, report), argv)
+    parser.add_argument("--prompt", default="-", help="generate: text, or - for standard input [-]")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="generate: at most so many [200]")
+    parser.add_argument("--temperature", type=float, default=0.0, help="generate: 0 is greedy [0]")
+
+
+def main(report: Callable, argv: list[str] | None = None) -> int:
+    return command_line(lambda a: generate(a) if a.command == "generate" else run(a, report), describe, argv)
 
 
 if __name__ == "__main__":
     sys.modules["distill"] = sys.modules["__main__"]  # eval imports distill: this module, not a second copy
-    from eval import report
+    from eval import quick_report
 
-    sys.exit(main(report))
+    sys.exit(main(quick_report))

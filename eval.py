@@ -1,51 +1,127 @@
 """Measure what a linearized model has lost, and what its memory adds to the exact pairs it keeps anyway.
 
 What you will learn here: every figure stands beside its controls. "teacher" is the same frozen model with its
-own attention; "off" has the same sinks and window, hence as many exact pairs, and no memory at all. A memory
-counts only for what it adds to "off" (arXiv 2608.28444 found that row above published linearizations).
+own attention; "off" has as many exact pairs, the newest, and no memory; "bytes" spends the memory's bytes on
+further exact pairs; "random" has the memory and a router that does not look. A design counts as better only
+if it beats "off" *and* "bytes" (arXiv 2608.28444 found the off row above published linearizations).
 
-    python eval.py --adapter out                 perplexity, KL, top-1 agreement; error by layer and position
-    python eval.py --tasks rules --layers 0 1    all update rules under sum and lse, layer by layer, one table
-    ... --model M --data F --json FILE           another teacher, another text; everything raw in a file
+    python eval.py --adapter out                              perplexity, KL and top-1 agreement
+    python eval.py --adapter out --tasks layers,retrieval     any of TASKS below, --limit N of everything
+    python eval.py --model M --adapter DIR --tasks mmlu,lambada --mmlu DIR --lambada FILE
+    python eval.py --model M --tasks ablation --layers 0 5    which part does how much, as markdown
+    ... --router mass --budget 64 --window 64                 the same adapter with other exact pairs
+    ... --rows teacher,off,linear --json FILE                 some rows only; where everything goes raw
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
+import csv
 import dataclasses
+import functools
+import io
 import json
 import math
 import os
 import platform
+import random
 import sys
+import tarfile
 import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 from tqdm.auto import tqdm
 
 import distill
-from distill import TrainConfig, as_teacher, attention_modules, head_shape, linear_layers, relative_error
-from interventions import LinearizeConfig, LinearizedAttention
-from linear_attn import RULES
+from distill import TrainConfig, UserError, attention_modules, head_shape, linear_layers, new_layer
+from interventions import ASK_THE_MEMORY, LinearizeConfig, exact_attention
+from linear_attn import RULES, key_concentration, lookup, projection_residual, register
 
-TASKS = ("text", "layers", "rules")
+TASKS: dict[str, Callable[[Bench], tuple[dict, str]]] = {}
+KINDS = ("passkey", "prose", "uuid", "multikey", "multiquery", "multivalue", "tracking")  # of retrieval
+
+
+@dataclass
+class Bench:
+    """What a task is given. It returns its raw figures and a table of them."""
+
+    model: distill.hf.PreTrainedModel
+    tokenizer: object
+    tokens: Tensor  # training text, for tasks that train
+    held_out: Tensor  # (N, T)
+    train: TrainConfig
+    rows: tuple[str, ...]  # "teacher" and names of the model's variants
+    limit: int = 0  # questions a subject, passages, cases a kind; 0: all, or 8 cases
+    kinds: tuple[str, ...] = KINDS
+    mmlu: str = "cais/mmlu"
+    lambada: str = "EleutherAI/lambada_openai:data/lambada_test_en.jsonl"
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    @contextlib.contextmanager
+    def row(self, name: str):
+        """Inside, the model answers as the teacher or as one of its variants, without gradients."""
+        as_row = distill.as_teacher(self.model) if name == "teacher" else self.model.controller.switch(name)
+        with torch.no_grad(), as_row:
+            yield self.model
+
+
+def add_controls(model) -> None:
+    """Variants beside "linear" and "off": "mass" (content routers), the exact part alone, chosen as well as
+    can be without a memory; "bytes", the same with as many further pairs as the memory's bytes buy, rounded
+    up; "random", with the memory and a router that does not look."""
+    config, modes = model.linearize_config, model.controller.variants
+    layer, content = next(iter(linear_layers(model).values())), config.router != "recency"
+    blind = dict(merge="off", router="mass" if config.router in ASK_THE_MEMORY else config.router)
+    grow = "budget" if content else "window"
+
+    def size(changes: dict) -> int:
+        return layer.variant(**changes).state_bytes(10**6, model.dtype)
+
+    if content:
+        modes |= {blind["router"]: blind, "random": dict(router="random")}
+    if layer.rule is not None:
+        more = math.ceil((size({}) - size(blind)) / (size(blind | {grow: 1000}) - size(blind | {grow: 999})))
+        modes["bytes"] = blind | {grow: getattr(config, grow) + more}
+
+
+def state_bytes(model, length: int) -> dict[str, int]:
+    """Bytes that one sequence of `length` tokens keeps: the teacher's cache, then each variant's state."""
+    modes = model.controller.variants
+    total = dict.fromkeys(("teacher", *modes), 0)
+    for module in attention_modules(model):
+        layer, (_, kv_heads, dim) = getattr(module, "linear", None), head_shape(model, module)
+        cache = 2 * dim * kv_heads * length * model.dtype.itemsize
+        total["teacher"] += cache
+        for mode in modes:
+            total[mode] += (
+                cache if layer is None else layer.variant(**modes[mode]).state_bytes(length, model.dtype)
+            )
+    return total
+
 
 # ----------------------------------------------------------------------------- language modelling
 
 
-def measure_text(model, sequences: Tensor) -> dict[str, dict[str, list[float]]]:
-    """Teacher, memory off and linearized on (N, T) tokens: per sequence, in nats per token, `nll` and
-    `kl` = KL(teacher || row); `top1` is the share of positions with the teacher's most likely token."""
-    rows = {name: dict(nll=[], kl=[], top1=[]) for name in ("teacher", "off", "linear")}
-    device = next(model.parameters()).device
-    for ids in tqdm(sequences, desc="measure", leave=False, disable=None):
-        ids, teacher = ids[None].to(device), None
+@register(TASKS, "ppl")
+def measure_text(bench: Bench) -> tuple[dict, str]:
+    """Every row on (N, T) held-out tokens: per sequence, in nats a token, `nll` and `kl`, KL(teacher || row);
+    `top1` is the share of positions with the teacher's most likely token."""
+    rows = {name: dict(nll=[], kl=[], top1=[]) for name in bench.rows}
+    for ids in tqdm(bench.held_out, desc="ppl", leave=False, disable=None):
+        ids, teacher = ids[None].to(bench.model.device), None
         for name, row in rows.items():
-            context = as_teacher(model) if name == "teacher" else model.controller.switch(name)
-            with torch.no_grad(), context:
+            with bench.row(name) as model:
                 logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
             teacher, sums = logits if teacher is None else teacher, [0.0, 0.0, 0.0]
             # 128 positions at a time: a copy of all logits is 600 MB for Qwen's vocabulary at T = 1,024
@@ -56,89 +132,356 @@ def measure_text(model, sequences: Tensor) -> dict[str, dict[str, list[float]]]:
                 sums[2] += (log_p.argmax(-1) == log_t.argmax(-1)).sum().item()
             for metric, total in zip(row.values(), sums):
                 metric.append(total / len(logits))
-    return rows
+    T, size = bench.held_out.shape[1], state_bytes(bench.model, bench.held_out.shape[1])
+    pairs = {"teacher": T} | {
+        name: min(T, pairs_of(bench.model, name)) for name in bench.model.controller.variants
+    }
+    result = dict(rows=rows, bytes={n: size[n] for n in rows}, pairs={n: pairs[n] for n in rows}, seq_len=T)
+    return result, text_table(result)
 
 
-def measure_layers(model, sequences: Tensor, bins: int = 8) -> dict[str, dict]:
-    """Normalised MSE of each replaced layer, mean |y_teacher - y|^2 / Var(y_teacher), on the teacher's
-    inputs: for "off" and "linear", per layer and per layer and position (`bins` equal parts of T)."""
-    layers, N, T = list(linear_layers(model)), len(sequences), sequences.shape[1]
-    error = {name: {i: torch.zeros(T, dtype=torch.float64) for i in layers} for name in ("off", "linear")}
-    variance = dict.fromkeys(layers, 0.0)
+def pairs_of(model, name: str) -> int:
+    return dataclasses.replace(model.linearize_config, **model.controller.variants[name]).exact_pairs
+
+
+def text_table(result: dict) -> str:
+    """The rows; then what "linear" saves against every control, sequence by sequence."""
+    rows = result["rows"]
+    head = (f"T = {result['seq_len']}", "ppl", "nll ± s.e.", "KL ± s.e.", "top-1", "pairs", "bytes/seq")
+    lines = ["{:10s}{:>9s}{:>16s}{:>18s}{:>7s}{:>7s}{:>13s}".format(*head)]
+    for name, row in rows.items():
+        (nll, nll_se), (kl, kl_se), (top1, _) = (mean_and_error(row[m]) for m in ("nll", "kl", "top1"))
+        figures = f"{math.exp(nll):9.3f}{nll:8.4f} ±{nll_se:.4f} {kl:9.5f} ±{kl_se:.4f} {top1:6.3f}"
+        lines.append(f"{name:10s}{figures}{result['pairs'][name]:7d}{result['bytes'][name]:13,d}")
+    for name in rows:
+        if name not in ("teacher", "linear") and "linear" in rows:
+            text = []
+            for metric in ("nll", "kl"):
+                (saved, error), (gap, gap_error) = (
+                    paired(rows, metric, r, name) for r in ("linear", "teacher")
+                )
+                part = f" ({saved / gap:.0%} of its gap)" if gap > 3 * gap_error else ""
+                text.append(f"{metric} {saved:+.4f} ± {error:.4f}{part}")
+            lines.append(f"linear saves on {name:8s} {', '.join(text)}")
+    return "\n".join(lines)
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Mean and its standard error (nan for a single value)."""
+    x = torch.tensor(values, dtype=torch.float64)
+    return x.mean().item(), (x.std() / len(x) ** 0.5).item() if len(x) > 1 else math.nan
+
+
+def paired(rows: dict, metric: str, row: str, control: str = "off") -> tuple[float, float]:
+    """Mean and standard error of what `row` saves of the control's metric, item by item."""
+    return mean_and_error([off - on for off, on in zip(rows[control][metric], rows[row][metric])])
+
+
+# ----------------------------------------------------------------------------- layer by layer
+
+
+@register(TASKS, "layers")
+def measure_layers(bench: Bench) -> tuple[dict, str]:
+    """On the teacher's own inputs, per layer: normalised MSE mean |y_teacher - y|^2 / Var(y_teacher) of "off"
+    and "linear", the latter also by eighths of the sequence; the share of softmax's mass beyond the newest
+    exact pairs, which is what a memory is for; and the paper's figures, key concentration and projection
+    residual of the keys, with their rank correlation with the error: do they tell which layers are hard?"""
+    model, N = bench.model, len(bench.held_out)
+    names = ("off", "linear", "mass", "concentration", "residual")
+    total = {i: dict.fromkeys((*names, "variance"), 0.0) for i in linear_layers(model)}
 
     def probe(module, teacher, student):
-        i, project = module.layer_idx, distill.output_projection(module)
+        row, layer, project = total[module.layer_idx], module.linear, distill.output_projection(module)
         y = project(teacher.flatten(2)).double().cpu()
-        variance[i] += y.var(unbiased=False).item() / N
-        for name in error:
-            other = module.linear.variant(**model.controller.variants[name])
-            difference = project(student(other).flatten(2)).double().cpu() - y
-            error[name][i] += difference.square().mean((0, 2)) / N
+        row["variance"] = row["variance"] + y.var(unbiased=False).item() / N
+        for name in ("off", "linear"):
+            answer = student(layer.variant(**model.controller.variants[name]))
+            row[name] = row[name] + (project(answer.flatten(2)).double().cpu() - y).square().mean((0, 2)) / N
+        q, k, scale, softcap = student(lambda q, k, v, hidden, scale, softcap: (q, k, scale, softcap))
+        c, ones = layer.config, torch.ones_like(k[..., :1])
+        near, all_ = (exact_attention(q, k, ones, sinks, window, scale, softcap)[1]
+                      for sinks, window in ((c.sinks, c.reach), (0, k.shape[1])))  # fmt: skip
+        row["mass"] += (1 - (near - all_).exp())[:, c.exact_pairs :].mean().item() / N
+        row["concentration"] += key_concentration(k).mean().item() / N
+        row["residual"] += projection_residual(k).mean().item() / N
 
-    for ids in tqdm(sequences, desc="layers", leave=False, disable=None):
+    for ids in tqdm(bench.held_out, desc="layers", leave=False, disable=None):
         distill.probe_layers(model, ids[None], probe)
-    relative = {name: {i: e / variance[i] for i, e in errors.items()} for name, errors in error.items()}
-    return {
-        name: dict(
-            layer={i: e.mean().item() for i, e in errors.items()},
-            position={i: [part.mean().item() for part in e.tensor_split(bins)] for i, e in errors.items()},
+    for row in total.values():
+        variance = row.pop("variance")
+        row["position"] = [x.mean().item() / variance for x in row["linear"].tensor_split(8)]
+        row |= {name: row[name].mean().item() / variance for name in ("off", "linear")}
+    error = [row["linear"] for row in total.values()]
+    correlation = {n: rank_correlation(error, [row[n] for row in total.values()]) for n in names[2:]}
+    result = dict(layer=total, correlation=correlation)
+    lines = ["layer" + "".join(f"{n:>14s}" for n in names) + "   linear by eighths of the sequence"]
+    for i, row in total.items():
+        eighths = " ".join(f"{x:.3f}" for x in row["position"])
+        lines.append(f"{i:5d}" + "".join(f"{row[n]:14.4f}" for n in names) + "   " + eighths)
+    lines += [
+        f"rank correlation of linear's error with {n}: {x:+.2f}" for n, x in result["correlation"].items()
+    ]
+    return result, "\n".join(lines)
+
+
+def rank_correlation(x: list[float], y: list[float]) -> float:
+    """Spearman's: the correlation of ranks (no ties among real-valued measurements)."""
+    ranks = torch.tensor([x, y], dtype=torch.float64).argsort(-1).argsort(-1).double()
+    return torch.corrcoef(ranks)[0, 1].item() if len(x) > 2 else math.nan
+
+
+# ----------------------------------------------------------------------------- questions with answers
+
+
+def continuations(model, prefix: list[int], rests: list[list[int]]) -> Iterator[tuple[Tensor, object]]:
+    """For every rest: (log-probabilities of the token after each token of prefix + rest, the cache).
+    The prefix is read once: a state of constant size is cheap to copy."""
+    ids = [torch.tensor([x], device=model.device) for x in (prefix, *rests)]
+    cache = model(input_ids=ids[0], use_cache=True, logits_to_keep=1).cache
+    for rest in ids[1:]:
+        own = copy.deepcopy(cache)
+        yield model(input_ids=rest, use_cache=True, cache=own).logits[0].float().log_softmax(-1), own
+
+
+def common_prefix(rows: list[list[int]]) -> int:
+    """How many first tokens all rows share, leaving each at least one."""
+    same = [len(set(column)) == 1 for column in zip(*rows)]
+    return min(same.index(False) if False in same else len(same), min(map(len, rows)) - 1)
+
+
+def mmlu_files(source: str) -> dict[str, str]:
+    """{"dev/anatomy": csv text, ...} of a folder with dev/ and test/, or of data.tar of a hub dataset."""
+    try:
+        if Path(source).exists():
+            paths = [p for part in ("dev", "test") for p in Path(source, part).glob("*.csv")]
+            files = {f"{p.parent.name}/{p.stem}": p.read_text(encoding="utf-8") for p in paths}
+        else:
+            with tarfile.open(hf_hub_download(source, "data.tar", repo_type="dataset")) as tar:
+                members = [
+                    m for m in tar if m.name.endswith(".csv") and m.name.split("/")[-2] in ("dev", "test")
+                ]
+                files = {m.name[:-4].split("/", 1)[-1]: tar.extractfile(m).read().decode() for m in members}
+    except Exception as error:
+        raise UserError(f"cannot read MMLU from {source}: {distill.brief(error)}") from None
+    files = {name.rsplit("_", 1)[0]: text for name, text in files.items()}
+    if not any(name.startswith("test/") for name in files):
+        raise UserError(f"{source}: want folders dev and test of SUBJECT_dev.csv and SUBJECT_test.csv")
+    return files
+
+
+def mmlu_question(row: list[str], with_answer: bool) -> str:
+    question, *choices, letter = row
+    lines = [question.strip(), *(f"{x}. {c}" for x, c in zip("ABCD", choices)), "Answer:"]
+    return "\n".join(lines) + (f" {letter}" if with_answer else "")
+
+
+@register(TASKS, "mmlu")
+def measure_mmlu(bench: Bench) -> tuple[dict, str]:
+    """MMLU, 5-shot, the standard prompt: log-probabilities of the four letters, question by question (hence
+    independent of any batch size). Beside accuracy: the right letter's log-probability, agreement with the
+    teacher's letter and KL over the four letters, which say more when the teacher itself is weak."""
+    files, letters, subjects = mmlu_files(bench.mmlu), [], []
+    rows: dict[str, list] = {name: [] for name in bench.rows}
+    right = []
+    for subject in tqdm(
+        sorted(n[5:] for n in files if n.startswith("test/")), desc="mmlu", leave=False, disable=None
+    ):
+        dev, test = (list(csv.reader(io.StringIO(files[f"{part}/{subject}"]))) for part in ("dev", "test"))
+        test = test[: bench.limit or None]
+        shots = [mmlu_question(row, True) for row in dev[:5]]
+        topic = subject.replace("_", " ")
+        about = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
+        prompts = [about + "\n\n".join([*shots, mmlu_question(row, False)]) for row in test]
+        letters = [bench.encode(prompts[0] + f" {x}")[-1] for x in "ABCD"]
+        ids = [bench.encode(prompt) for prompt in prompts]
+        shared = common_prefix(ids)
+        for name, row in rows.items():
+            with bench.row(name) as model:
+                for log_p, _ in continuations(model, ids[0][:shared], [x[shared:] for x in ids]):
+                    row.append([round(x, 4) for x in log_p[-1, letters].tolist()])
+        right += ["ABCD".index(row[-1]) for row in test]
+        subjects.append([subject, len(test)])
+    result = dict(subjects=subjects, right=right, letters=rows)
+    return result, mmlu_table(result)
+
+
+def mmlu_table(result: dict) -> str:
+    right = torch.tensor(result["right"])
+    teacher = torch.tensor(result["letters"]["teacher"]).log_softmax(-1)
+    lines = ["MMLU         accuracy      - teacher ± s.e.   log p(right)   same letter   KL of letters"]
+    for name, row in result["letters"].items():
+        log_p = torch.tensor(row)
+        hit, own = (log_p.argmax(-1) == right).double(), log_p.log_softmax(-1)
+        gain, error = mean_and_error((hit - (teacher.argmax(-1) == right).double()).tolist())
+        same = (log_p.argmax(-1) == teacher.argmax(-1)).double().mean()
+        kl, kl_se = mean_and_error((teacher.exp() * (teacher - own)).sum(-1).tolist())
+        figures = f"{hit.mean():8.3f}   {gain:+.3f} ± {error:.3f}"
+        mass = log_p[range(len(right)), right].mean()
+        lines.append(f"{name:10s}{figures:>31s}{mass:15.3f}{same:14.3f}    {kl:.4f} ± {kl_se:.4f}")
+    return "\n".join(lines) + f"\n{len(right)} questions of {len(result['subjects'])} subjects, 5 shots"
+
+
+@register(TASKS, "lambada")
+def measure_lambada(bench: Bench) -> tuple[dict, str]:
+    """LAMBADA: is the last word of a passage what greedy decoding says? And the word's log-probability."""
+    passages = distill.read_texts(bench.lambada)[: bench.limit or None]
+    cut = [text.rstrip().rsplit(" ", 1)[0] for text in passages]
+    ids, starts = (
+        [bench.encode(text.rstrip()) for text in passages],
+        [len(bench.encode(text)) for text in cut],
+    )
+    rows = {name: dict(hit=[0.0] * len(ids), log_p=[0.0] * len(ids)) for name in bench.rows}
+    by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    for start in tqdm(range(0, len(ids), 16), desc="lambada", leave=False, disable=None):
+        part = by_length[start : start + 16]
+        longest = len(ids[part[-1]])
+        batch = torch.tensor(
+            [ids[i] + [0] * (longest - len(ids[i])) for i in part], device=bench.model.device
         )
-        for name, errors in relative.items()
-    }
+        mask = torch.tensor(
+            [[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in part], device=batch.device
+        )
+        for name, row in rows.items():
+            with bench.row(name) as model:
+                hidden = model.base_model(input_ids=batch, attention_mask=mask, use_cache=False)[0]
+                for i, h in zip(part, hidden):  # logits of the last words alone
+                    logits = model.get_output_embeddings()(h[starts[i] - 1 : len(ids[i]) - 1]).float()
+                    target = torch.tensor(ids[i][starts[i] :], device=logits.device)
+                    row["hit"][i] = float((logits.argmax(-1) == target).all())
+                    row["log_p"][i] = round(logits.log_softmax(-1).gather(1, target[:, None]).sum().item(), 4)
+    lines = ["LAMBADA      accuracy      - teacher ± s.e.   log p(word)"]
+    for name, row in rows.items():
+        gain, error = paired(rows, "hit", "teacher", name)
+        hit, log_p = (mean_and_error(row[m])[0] for m in ("hit", "log_p"))
+        lines.append(f"{name:10s}{hit:11.3f}   {gain:+.3f} ± {error:.3f}{log_p:14.3f}")
+    return dict(rows=rows), "\n".join(lines) + f"\n{len(ids)} passages"
 
 
-def state_bytes(model, length: int) -> dict[str, int]:
-    """Bytes that one sequence of `length` tokens keeps: the teacher's cache, then each variant's state."""
-    modes, total = model.controller.variants, dict.fromkeys(("teacher", *model.controller.variants), 0)
-    for module in attention_modules(model):
-        layer, (_, kv_heads, dim) = getattr(module, "linear", None), head_shape(model, module)
-        cache = 2 * dim * kv_heads * length * model.dtype.itemsize
-        total["teacher"] += cache
-        for mode, changes in modes.items():
-            total[mode] += cache if layer is None else layer.variant(**changes).state_bytes(length, model.dtype)
-    return total
+# ----------------------------------------------------------------------------- retrieval
+
+FACT, ASK = "\nThe pass key{} is {}. Remember it.\n", "\nWhat is the pass key{}? The pass key{} is"
+NAMES = [f" for {word}" for word in "apple river stone window garden paper silver mountain".split()]
+FILLER = "The sky is wide and the sea is deep. Birds pass over the hills. One day follows another. "
 
 
-# ----------------------------------------------------------------------------- rules against each other
+def facts_and_questions(kind: str, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
+    """What is hidden, in this order, and (question, answer) pairs; a case is solved if all answers are right.
+
+    passkey, prose, uuid: one key, in repeated filler or in a text; uuid: of 32 hex digits. multikey: four
+    named keys, one is asked for; multiquery: two are; multivalue: one name has two keys; tracking: a chain.
+    """
+    keys, names = [str(rng.randrange(10_000, 100_000)) for _ in range(4)], rng.sample(NAMES, 4)
+    if kind == "uuid":
+        keys[0] = uuid.UUID(int=rng.getrandbits(128)).hex
+    if kind in ("passkey", "prose", "uuid"):
+        names = [""]
+    facts = [FACT.format(name, key) for name, key in zip(names, keys)]
+    asks = [(ASK.format(name, name), f" {key}") for name, key in zip(names, keys)]
+    if kind == "multivalue":
+        a, b = facts[0], FACT.format(names[0], keys[1])
+        return [a, b], [
+            (asks[0][0].replace("key", "keys").replace(" is", " are"), f" {keys[0]} and {keys[1]}")
+        ]
+    if kind == "tracking":
+        chain = [f"\nThe pass key{n} is the pass key{m}. Remember it.\n" for m, n in zip(names, names[1:])]
+        return [facts[0], *chain[:2]], [(asks[2][0], f" {keys[0]}")]
+    return facts, asks[: 2 if kind == "multiquery" else 1]
 
 
-def compare(model, tokens: Tensor, held_out: Tensor, train: TrainConfig, configs: dict) -> dict:
-    """Train a layer of every config on the same teacher passes; held-out relative MSE by config and layer.
+def retrieval_cases(bench: Bench, kind: str, count: int) -> Iterator[tuple[list[int], list[tuple[str, str]]]]:
+    """(about --seq-len tokens, questions): the first fact at depths from 5 to 90 %, the others anywhere."""
+    text = FILLER * 10_000 if kind == "passkey" else " ".join(distill.read_text(bench.train.eval_data))
+    hay = bench.encode(text[: 40 * bench.train.seq_len * (1 + count // 8)])
+    for i in range(count):
+        rng = random.Random(f"{bench.train.seed} {kind} {i}")
+        facts, asks = facts_and_questions(kind, rng)
+        depths = [0.05 + 0.85 * i / max(1, count - 1), *(0.9 * rng.random() for _ in facts[1:])]
+        facts = [bench.encode(fact) for fact in facts]
+        room = bench.train.seq_len - sum(map(len, facts)) - max(len(bench.encode(q + a)) for q, a in asks)
+        start = rng.randrange(max(1, len(hay) - room))
+        ids, at = [], start
+        # a chain has to be told in order; else every fact keeps its own depth
+        order = sorted(depths) if kind == "tracking" else depths
+        for depth, fact in sorted(zip(order, facts)):
+            cut = start + int(room * depth)
+            ids, at = ids + hay[at:cut] + fact, cut
+        yield ids + hay[at : start + room], asks
+
+
+def decode(model, log_p: Tensor, cache, answer: list[int]) -> list[int]:
+    """Greedy decoding from there, up to the answer's length or the first token that is not the answer's."""
+    said = [log_p[-1].argmax().item()]
+    while len(said) < len(answer) and said == answer[: len(said)]:
+        step = torch.tensor([said[-1:]], device=model.device)
+        said.append(model(input_ids=step, cache=cache, use_cache=True).logits[0, -1].argmax().item())
+    return said
+
+
+@register(TASKS, "retrieval")
+def measure_retrieval(bench: Bench) -> tuple[dict, str]:
+    """Exact matches of every kind at --seq-len tokens, --limit cases each, by teacher forcing (every token of
+    the answer is the likeliest after the true ones before it) and by greedy decoding through the cache."""
+    rows = {name: {kind: dict(forced=[], greedy=[]) for kind in bench.kinds} for name in bench.rows}
+    for kind in bench.kinds:
+        for ids, asks in tqdm(
+            retrieval_cases(bench, kind, bench.limit or 8), desc=kind, leave=False, disable=None
+        ):
+            questions = [bench.encode(q) for q, _ in asks]
+            answers = [bench.encode(q + a)[len(x) :] for (q, a), x in zip(asks, questions)]
+            forced_too = [q + a[:-1] for q, a in zip(questions, answers)]
+            for name, row in rows.items():
+                with bench.row(name) as model:
+                    read = list(continuations(model, ids, forced_too + questions))
+                    right = [
+                        log_p[-len(a) :].argmax(-1).tolist() == a for (log_p, _), a in zip(read, answers)
+                    ]
+                    said = [decode(model, *asked, a) == a for asked, a in zip(read[len(answers) :], answers)]
+                row[kind]["forced"].append(float(all(right)))
+                row[kind]["greedy"].append(float(all(said)))
+    lines = [
+        f"exact match, T = {bench.train.seq_len}".ljust(24) + "".join(f"{kind:>12s}" for kind in bench.kinds)
+    ]
+    for name, row in rows.items():
+        for how in ("forced", "greedy"):
+            lines.append(
+                f"{name} {how}".ljust(24)
+                + "".join(f"{mean_and_error(row[k][how])[0]:12.2f}" for k in bench.kinds)
+            )
+    return dict(rows=rows, seq_len=bench.train.seq_len), "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------- which part does how much
+
+
+def compare(bench: Bench, configs: dict[str, LinearizeConfig]) -> tuple[dict, dict]:
+    """Train a layer of every config on the same teacher passes: (held-out relative MSE, the layers).
 
     All students of a layer see the same q, k, v and steps, so that differences are the configs' alone: one
     teacher pass feeds them all. The model must be linearized (any config) on the layers of interest.
     """
-    students = {}
+    model, train, students = bench.model, bench.train, {}
     for name, config in configs.items():
-        for i, module in enumerate(attention_modules(model)):
-            if i in linear_layers(model):
-                torch.manual_seed(train.seed)
-                heads, kv_heads, dim = head_shape(model, module)
-                width = model.config.get_text_config().hidden_size
-                students[name, i] = LinearizedAttention(config, width, heads, kv_heads, dim, dim)
-                students[name, i].to(next(module.parameters()).device)
+        for i in linear_layers(model):
+            torch.manual_seed(train.seed)
+            students[name, i] = new_layer(model, attention_modules(model)[i], config)
     trainable = {key: list(s.parameters()) for key, s in students.items() if list(s.parameters())}
     optimizer = torch.optim.AdamW(
         [p for params in trainable.values() for p in params], train.lr, (0.9, train.beta2), weight_decay=0.0
     )
-    totals = {}
+    totals: dict[tuple, float] = {}
 
     def probe(module, teacher, student):
         for name in configs:
             key = name, module.layer_idx
             with torch.set_grad_enabled(learning and key in trainable):
-                loss = relative_error(module, teacher, student(students[key]))
+                loss = distill.relative_error(module, teacher, student(students[key]))
                 if loss.requires_grad:
                     loss.backward()
             totals[key] = totals.get(key, 0.0) + loss.item()
 
-    def passes(batches, count):
-        for step, ids in enumerate(tqdm(batches, total=count, desc="rules", leave=False, disable=None)):
-            distill.probe_layers(model, ids, probe)
-            yield step
-
-    learning = True
-    for step in passes(distill.batches(tokens, train), train.steps):
+    learning, batches = True, distill.batches(bench.tokens, train)
+    for step, ids in enumerate(tqdm(batches, total=train.steps, desc="train", leave=False, disable=None)):
+        distill.probe_layers(model, ids, probe)
         for params in trainable.values():
             torch.nn.utils.clip_grad_norm_(params, train.clip)
         optimizer.param_groups[0]["lr"] = distill.learning_rate(step, train)
@@ -146,131 +489,132 @@ def compare(model, tokens: Tensor, held_out: Tensor, train: TrainConfig, configs
         optimizer.zero_grad()
     learning = False
     totals.clear()
-    for _ in passes(held_out[:, None], len(held_out)):
-        pass
-    return {name: {i: totals[name, i] / len(held_out) for n, i in totals if n == name} for name in configs}
+    for ids in tqdm(bench.held_out, desc="test", leave=False, disable=None):
+        distill.probe_layers(model, ids[None], probe)
+    error = {
+        name: {i: totals[name, i] / len(bench.held_out) for n, i in totals if n == name} for name in configs
+    }
+    return error, students
 
 
-def rule_configs(base: LinearizeConfig) -> dict[str, LinearizeConfig]:
-    """Every rule under both merges, all else as in `base`; `sum` also with the features, heads and biases of
-    the paper, since a read that is only added must have the right size from the start; and the memory off."""
-    names = ("features", "memory_per", "beta_bias", "decay_bias")
-    paper = {name: distill.PRESETS["paper"][name] for name in names}
-    made = {"memory off": dataclasses.replace(base, merge="off", router="recency")}
+def ladder(base: LinearizeConfig) -> dict[str, LinearizeConfig]:
+    """The paper's ladder, one step at a time; then every rule under both merges, all else as in `base`. "sum"
+    also with the features, heads and biases of the paper: a read that is only added needs the right size."""
+    at = functools.partial(dataclasses.replace, base, router="recency", budget=0, window=base.reach)
+    half = base.reach // 2 // base.block * base.block
+    made = {"memory off": at(merge="off"), "pure": at(sinks=0, window=0, conv=0),
+            "+ window": at(sinks=0, conv=0), "+ sinks": at(conv=0), "+ conv": at(conv=base.conv or 4)}  # fmt: skip
+    if half:
+        made["+ routing"] = at(conv=base.conv or 4, router="mix", window=half, budget=base.reach - half)
+    paper = {n: distill.PRESETS["paper"][n] for n in ("features", "memory_per", "beta_bias", "decay_bias")}
     for merge, more, note in (("sum", {}, ""), ("sum", paper, ", paper's"), ("lse", {}, "")):
         for rule in RULES:
-            made[f"{rule} {merge}{note}"] = dataclasses.replace(base, rule=rule, merge=merge, **more)
+            made[f"{rule} {merge}{note}"] = at(rule=rule, merge=merge, **more)
     return made
 
 
-def rules_table(result: dict) -> str:
-    layers = list(next(iter(result.values())))
-    heads = [f"layer {i}" for i in layers] + ["mean"]
-    lines = ["held-out relative MSE".ljust(22) + "".join(f"{x:>10s}" for x in heads)]
-    for name, errors in result.items():
-        values = [*errors.values(), sum(errors.values()) / len(errors)]
-        lines.append(name.ljust(22) + "".join(f"{x:10.4f}" for x in values))
-    return "\n".join(lines)
+@register(TASKS, "ablation")
+def measure_ablation(bench: Bench) -> tuple[dict, str]:
+    """The ladder and the rules: layer error, perplexity and KL of the model with those layers in place."""
+    configs = ladder(bench.model.linearize_config)
+    error, students = compare(bench, configs)
+    mine, result = linear_layers(bench.model), {}
+    lines = ["| design | exact pairs | relative MSE | ppl | KL |", "|---|---|---|---|---|"]
+    for name, config in configs.items():
+        for i in mine:
+            attention_modules(bench.model)[i].linear = students[name, i]
+            students[name, i].controller = bench.model.controller
+        rows = measure_text(dataclasses.replace(bench, rows=("linear",)))[0]["rows"]["linear"]
+        result[name] = dict(layer=error[name], pairs=config.exact_pairs, nll=rows["nll"], kl=rows["kl"])
+        (nll, _), (kl, kl_se) = (mean_and_error(rows[m]) for m in ("nll", "kl"))
+        mse = sum(error[name].values()) / len(error[name])
+        lines.append(
+            f"| {name} | {config.exact_pairs} | {mse:.4f} | {math.exp(nll):.2f} | {kl:.4f} ± {kl_se:.4f} |"
+        )
+    for i, layer in mine.items():
+        attention_modules(bench.model)[i].linear = layer
+    return result, "\n".join(lines)
 
 
-# ----------------------------------------------------------------------------- reports
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error over sequences (nan for a single one)."""
-    x = torch.tensor(values, dtype=torch.float64)
-    return x.mean().item(), (x.std() / len(x) ** 0.5).item() if len(x) > 1 else math.nan
-
-
-def paired(rows: dict, metric: str, row: str) -> tuple[float, float]:
-    """Mean and standard error of what `row` saves of the memory-off row's nll or KL, sequence by sequence."""
-    return mean_and_error([off - on for off, on in zip(rows["off"][metric], rows[row][metric])])
-
-
-def text_table(result: dict) -> str:
-    """Teacher, memory off at the same number of exact pairs, linearized; then what the memory adds."""
-    c, rows, size = LinearizeConfig(**result["linearize"]), result["text"], result["state_bytes"]
-    length = result["measured"]["seq_len"]
-    names = {"teacher": "teacher (softmax)", "off": "memory off", "linear": f"memory ({c.rule}, {c.merge})"}
-    head = (f"T = {length}", "ppl", "nll ± s.e.", "KL ± s.e.", "top-1", "pairs", "bytes/seq")
-    lines = ["{:24s}{:>8s}{:>17s}{:>18s}{:>7s}{:>7s}{:>13s}".format(*head)]
-    for key, name in names.items():
-        (nll, nll_se), (kl, kl_se), (top1, _) = (mean_and_error(rows[key][m]) for m in ("nll", "kl", "top1"))
-        pairs = length if key == "teacher" else min(length, c.exact_pairs)
-        figures = f"{math.exp(nll):8.3f}{nll:9.4f} ±{nll_se:.4f} {kl:9.5f} ±{kl_se:.4f} {top1:6.3f}"
-        lines.append(f"{name:24s}{figures}{pairs:7d}{size[key]:13,d}")
-    for metric in ("nll", "kl"):
-        (saved, error), (gap, gap_error) = (paired(rows, metric, row) for row in ("linear", "teacher"))
-        part = f", {saved / gap:.0%} of the gap to the teacher" if gap > 3 * gap_error else ""
-        lines.append(f"the memory lowers {metric:3s} by {saved:.5f} ± {error:.5f} (paired){part}")
-    return "\n".join(lines)
-
-
-def layers_table(result: dict) -> str:
-    lines = ["normalised MSE by layer, and by eighths of the sequence (linearized)"]
-    for i, off in result["off"]["layer"].items():
-        by_position = " ".join(f"{e:.3f}" for e in result["linear"]["position"][i])
-        on = result["linear"]["layer"][i]
-        lines.append(f"layer {i:3d}   memory off {off:.4f}   linearized {on:.4f}   {by_position}")
-    return "\n".join(lines)
+# ----------------------------------------------------------------------------- reports and the command line
 
 
 def provenance(model, train: TrainConfig, fingerprint: str) -> dict:
     """What a figure needs beside it to be run again."""
-    device = next(model.parameters()).device
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, {device}"
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, {model.device}"
     return dict(
         command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%d"),
         machine=machine, torch=torch.__version__, train=getattr(model, "trained", dataclasses.asdict(train)),
         measured=dict(seq_len=train.seq_len, model=train.model, data=train.data, eval_data=train.eval_data),
         linearize=dataclasses.asdict(model.linearize_config), fingerprint=fingerprint,
+        new_parameters=sum(p.numel() for p in distill.new_parameters(model).values()),
     )  # fmt: skip
 
 
-def report(
-    model, held_out: Tensor, train: TrainConfig, path: Path, fingerprint: str, tasks=("text",), tokens=None
-) -> None:
-    """Run the tasks, print their tables, write everything raw to `path`. `fingerprint`: of the backbone, from
-    the caller, who has it already: hashing every weight once more takes seconds to minutes."""
-    result = provenance(model, train, fingerprint)
-    result["new_parameters"] = sum(p.numel() for p in distill.new_parameters(model).values())
-    if "text" in tasks:
-        result["state_bytes"] = state_bytes(model, held_out.shape[1])
-        result["text"] = measure_text(model, held_out)
-        print(text_table(result))
-    if "layers" in tasks:
-        result["layers"] = measure_layers(model, held_out)
-        print(layers_table(result["layers"]))
-    if "rules" in tasks:
-        configs = rule_configs(model.linearize_config)
-        result["rules"] = compare(model, tokens, held_out, train, configs)
-        print(rules_table(result["rules"]))
-    distill.write_atomically(path, lambda p: p.write_text(json.dumps(result) + "\n"))
+def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = ("ppl",)) -> None:
+    """Run the tasks, print their tables, write everything raw to `path` after each. `fingerprint`: of the
+    backbone, from the caller, who has it: hashing every weight once more takes seconds to minutes."""
+    result = provenance(bench.model, bench.train, fingerprint) | dict(
+        variants=bench.model.controller.variants
+    )
+    for name in tasks:
+        result[name], table = TASKS[name](bench)
+        print(table, flush=True)
+        distill.write_atomically(path, lambda p: p.write_text(json.dumps(result) + "\n"))
+
+
+def quick_report(model, tokenizer, data, train: TrainConfig, path: Path, fingerprint: str) -> None:
+    """What distill.py shows at its end: perplexity with all controls."""
+    add_controls(model)
+    report(Bench(model, tokenizer, *data, train, ("teacher", *model.controller.variants)), path, fingerprint)
+
+
+EXACT_PART = ("router", "sinks", "window", "budget", "block", "half_life", "chunk", "impl")  # not trained
 
 
 def run(args: argparse.Namespace) -> None:
     config, train = distill.configs_from(args)
     tasks = tuple(args.tasks.split(","))
-    if bad := [t for t in tasks if t not in TASKS]:
-        raise distill.UserError(f"unknown task {bad[0]!r}; choose from: {', '.join(TASKS)}")
+    for name in tasks:
+        lookup(TASKS, name, "task")
     distill.check_writable(Path(args.json).resolve().parent)
-    if not args.adapter and tasks != ("rules",):
-        raise distill.UserError("tasks text and layers need --adapter DIR (python distill.py makes one)")
+    if not args.adapter and tasks != ("ablation",):
+        raise UserError("every task but ablation needs --adapter DIR (python distill.py makes one)")
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
-    tokens, held_out = distill.load_data(tokenizer, train)
+    data = distill.load_data(tokenizer, train)
     if args.adapter:
         distill.load_linearized(model, args.adapter)
+        typed = {f.name: getattr(args, f.name) for f in dataclasses.fields(LinearizeConfig)}
+        typed = {name: value for name, value in typed.items() if value is not None}
+        if fixed := sorted(set(typed) - set(EXACT_PART)):
+            raise UserError(f"--{fixed[0]} is fixed by the adapter; free are {', '.join(EXACT_PART)}")
+        distill.reconfigure(model, **typed)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
-    report(model, held_out, train, Path(args.json), distill.fingerprint(model), tasks, tokens)
+    add_controls(model)
+    every = dict.fromkeys(("teacher", *model.controller.variants))
+    rows = tuple(dict.fromkeys(["teacher", *(args.rows.split(",") if args.rows else every)]))
+    kinds = tuple(args.kinds.split(","))
+    for table, names, what in ((every, rows, "row"), (dict.fromkeys(KINDS), kinds, "kind")):
+        for name in names:
+            lookup(table, name, what)
+    bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada)
+    report(bench, Path(args.json), distill.fingerprint(model), tasks)
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("--tasks", default="ppl", help=f"some of {', '.join(TASKS)} [ppl]")
+    parser.add_argument("--rows", help="rows to measure [teacher, linear and all controls]")
+    parser.add_argument("--limit", type=int, default=0, help="at most this many items of everything")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of retrieval [all]")
+    parser.add_argument("--mmlu", default=Bench.mmlu, help="folder of the original CSV files, or hub dataset")
+    parser.add_argument("--lambada", default=Bench.lambada, help="jsonl file, or owner/name:file of the hub")
+    parser.add_argument("--json", default="results.json", help="where everything goes raw [results.json]")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--adapter", help="folder that distill.py wrote")
-    parser.add_argument("--tasks", default="text,layers", help=f"any of {', '.join(TASKS)} [text,layers]")
-    parser.add_argument("--json", default="results.json", help="where everything goes raw [results.json]")
-    return distill.command_line(parser, run, argv)
+    return distill.command_line(run, describe, argv)
 
 
 if __name__ == "__main__":

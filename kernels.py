@@ -87,91 +87,136 @@ INTERPRETED = (
 LAUNCH = dict(num_warps=8, num_stages=1)  # of every kernel; tests/gpu_check.py compiles with them
 
 # ---------------------------------------------------------------------------- tiles
+# A memory is a (batch, g) pair; its R query heads are neighbours. N chunks of C tokens, t0 the chunk's first.
+# z: a reader, q or e; R_Z of them a memory. `row` counts (batch, head) pairs, `index` chunks of rows.
+
+
+@jit
+def tile(ptr, row, heads: constexpr, t0, T, c, d0, D: constexpr, BD: constexpr):
+    """Addresses of a (batch, T, heads, D) tensor at times t0 + c and BD channels from d0 on; which exist.
+
+    The tile's corner is computed in 64 bits, since it passes 2^31 in real training runs: row or t0 is int64."""
+    d = d0 + tl.arange(0, BD)
+    corner = ptr + ((row // heads * T + t0) * heads + row % heads) * D
+    return corner + (c[:, None] * (heads * D) + d[None, :]), (c < T - t0)[:, None] & (d < D)[None, :]
 
 
 @jit
 def load(ptr, row, heads: constexpr, t0, T, d0, D: constexpr, C: constexpr, BD: constexpr):
-    """Tile [C, BD] of a (batch, time, heads, dim) tensor from time t0 and channel d0 on, in float32.
+    """Tile [C, BD] in float32, 0 outside: a token beyond T has q = k = v = 0 and changes nothing.
 
-    Zero outside: a token beyond T has q = k = v = 0 and changes nothing. `row` counts (batch, head) pairs.
-    The tile's corner is computed in 64 bits, since it passes 2^31 in real training runs."""
-    c, d = tl.arange(0, C), d0 + tl.arange(0, BD)
-    at = ptr + ((row // heads * T + t0) * heads + row % heads) * D + (c[:, None] * (heads * D) + d[None, :])
-    return tl.load(at, mask=(c < T - t0)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    The index-th of many states (K, V) is such a tensor too: row = index, one head, K for the time."""
+    at, inside = tile(ptr, row, heads, t0, T, tl.arange(0, C), d0, D, BD)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @jit
 def store(ptr, x, row, heads: constexpr, t0, T, d0, D: constexpr, C: constexpr, BD: constexpr):
     """The inverse of `load`."""
-    c, d = tl.arange(0, C), d0 + tl.arange(0, BD)
-    at = ptr + ((row // heads * T + t0) * heads + row % heads) * D + (c[:, None] * (heads * D) + d[None, :])
-    tl.store(at, x, mask=(c < T - t0)[:, None] & (d < D)[None, :])
+    at, inside = tile(ptr, row, heads, t0, T, tl.arange(0, C), d0, D, BD)
+    tl.store(at, x, mask=inside)
 
 
 @jit
-def decay(G, row, heads: constexpr, N, t0, since, until, d0, D: constexpr, C: constexpr, BD: constexpr):
-    """(9): exp(g_since + ... + g_{until-1}) for positions in the chunk at t0: 0 its start, C its end."""
-    d = d0 + tl.arange(0, BD)
-    corner = G + ((row // heads * (N * C + 1) + t0) * heads + row % heads) * D
-    start = tl.load(corner + (since[:, None] * (heads * D) + d[None, :]), mask=(d < D)[None, :], other=0.0)
-    end = tl.load(corner + (until[:, None] * (heads * D) + d[None, :]), mask=(d < D)[None, :], other=0.0)
-    return tl.exp((end - start).to(tl.float32))
+def load_square(ptr, index, TRANSPOSED: constexpr, C: constexpr):
+    """The index-th of many [C, C] matrices. Transposed by its addresses, never by tl.trans: see Hazards."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return tl.load(ptr + index * C * C + (j * C + i if TRANSPOSED else i * C + j))
 
 
 @jit
-def load_state(ptr, index, k0, K: constexpr, v0, V: constexpr, BK: constexpr, BV: constexpr):
-    """Tile [BK, BV] at (k0, v0) of the index-th of many (K, V) matrices, 0 outside."""
-    k, v = (k0 + tl.arange(0, BK))[:, None], (v0 + tl.arange(0, BV))[None, :]
-    return tl.load(ptr + index * K * V + k * V + v, mask=(k < K) & (v < V), other=0.0)
+def decay(
+    G, row, heads: constexpr, N, t0, since, until, d0, D: constexpr, DECAY: constexpr, C: constexpr,
+    BD: constexpr,
+):  # fmt: skip
+    """(9): exp(g_since + ... + g_{until-1}) for positions in the chunk at t0: 0 its start, C its end.
+
+    G holds sums over all tokens before a position, hence one more row than there are. No decay: 1."""
+    factor = tl.full([1, 1], 1.0, tl.float32)
+    if DECAY:
+        at, inside = tile(G, row, heads, t0, N * C + 1, since, d0, D, BD)
+        start = tl.load(at, mask=inside, other=0.0)
+        at, inside = tile(G, row, heads, t0, N * C + 1, until, d0, D, BD)
+        factor = tl.exp((tl.load(at, mask=inside, other=0.0) - start).to(tl.float32))
+    return factor
 
 
 @jit
-def store_state(ptr, S, index, k0, K: constexpr, v0, V: constexpr, BK: constexpr, BV: constexpr):
-    """The inverse of `load_state`."""
-    k, v = (k0 + tl.arange(0, BK))[:, None], (v0 + tl.arange(0, BV))[None, :]
-    tl.store(ptr + index * K * V + k * V + v, S, mask=(k < K) & (v < V))
+def split_decay(
+    G, row, heads: constexpr, N, t0, level, OF_KEYS: constexpr, d0, D: constexpr, DECAY: constexpr,
+    C: constexpr, BD: constexpr,
+):  # fmt: skip
+    """(9)'s factor of the readers, from the last border of this level, or (OF_KEYS) to the next one."""
+    c = tl.arange(0, C)
+    border = c >> level << level
+    if OF_KEYS:
+        return decay(G, row, heads, N, t0, c + 1, border + (1 << level), d0, D, DECAY, C, BD)
+    else:
+        return decay(G, row, heads, N, t0, border, c + 1, d0, D, DECAY, C, BD)
+
+
+@jit
+def select(M, level, TRANSPOSED: constexpr, DECAY: constexpr, C: constexpr):
+    """M where j < i and the level's border is between them; without decay no border is needed. Else 0."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    known = i < j if TRANSPOSED else j < i
+    if DECAY:
+        known = known & ((i ^ j) >> level == 1)
+    return tl.where(known, M, 0.0)
+
+
+@jit
+def through_pairs(
+    M, b, G, row, heads: constexpr, N, t0, k0, LEVELS, TO_KEYS: constexpr, K: constexpr, DECAY: constexpr,
+    C: constexpr, BK: constexpr, PREC: constexpr,
+):  # fmt: skip
+    """sum_{j<i} M_ij exp(G_i - G_j) b_j for all i, as in (17); TO_KEYS: sum_{i>j} M_ij ... b_i, as in (18).
+
+    TO_KEYS takes M transposed. Two tiles, M and the sum, live through a loop over levels."""
+    total = tl.zeros([C, BK], tl.float32)
+    for level in range(LEVELS):  # a run-time number: unrolled, the kernel spills
+        b_in = b * split_decay(G, row, heads, N, t0, level, not TO_KEYS, k0, K, DECAY, C, BK)
+        met = tl.dot(select(M, level, TO_KEYS, DECAY, C), b_in, input_precision=PREC)
+        total += met * split_decay(G, row, heads, N, t0, level, TO_KEYS, k0, K, DECAY, C, BK)
+    return total
 
 
 # ---------------------------------------------------------------------------- kernels
-# A memory is a (batch, g) pair; its R query heads are neighbours. N chunks. x: reader, q or e; R_X a memory.
 
 
 @jit
 def products_kernel(
-    x, k, G, out, x_in, k_out, T, N, LEVELS, R_X: constexpr, HEADS: constexpr, K: constexpr, DECAY: constexpr,
+    z, k, G, out, z_in, k_out, T, N, LEVELS, R_Z: constexpr, HEADS: constexpr, K: constexpr, DECAY: constexpr,
     INVERT: constexpr, C: constexpr, BK: constexpr, PREC: constexpr,
 ):  # fmt: skip
     """(8) by (9): P, or (INVERT) X; and Q_in or E_in, K_out. One program a chunk and reader."""
     index, n = tl.program_id(0).to(tl.int64), tl.program_id(0) % N
-    x_row, row, t0 = index // N, index // N // R_X, n.to(tl.int64) * C
+    z_row, row, t0 = index // N, index // N // R_Z, n.to(tl.int64) * C
     i, j, c, zero = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C), tl.arange(0, 1)
     M = tl.zeros([C, C], tl.float32)
     for k0 in range(0, K, BK):  # M is a sum over channels: a block of them at a time
-        bx = load(x, x_row, HEADS * R_X, t0, T, k0, K, C, BK)
+        bz = load(z, z_row, HEADS * R_Z, t0, T, k0, K, C, BK)
         bk = load(k, row, HEADS, t0, T, k0, K, C, BK)
+        for level in range(LEVELS):
+            right = bz * split_decay(G, row, HEADS, N, t0, level, False, k0, K, DECAY, C, BK)
+            left = bk * split_decay(G, row, HEADS, N, t0, level, True, k0, K, DECAY, C, BK)
+            met = tl.dot(right, tl.trans(left), input_precision=PREC)
+            M += select(met, level, False, DECAY, C)
         if DECAY:
-            for level in range(LEVELS):  # 0 .. LEVELS-1, a run-time number: unrolled, the kernel spills
-                start = c >> level << level
-                right = bx * decay(G, row, HEADS, N, t0, start, c + 1, k0, K, C, BK)
-                left = bk * decay(G, row, HEADS, N, t0, c + 1, start + (1 << level), k0, K, C, BK)
-                met = tl.dot(right, tl.trans(left), input_precision=PREC)
-                M += tl.where((i > j) & ((i ^ j) >> level == 1), met, 0.0)
-            bx_in = bx * decay(G, row, HEADS, N, t0, zero, c + 1, k0, K, C, BK)
-            store(x_in, bx_in, x_row, HEADS * R_X, t0, T, k0, K, C, BK)
-            if x_row % R_X == 0:
-                bk_out = bk * decay(G, row, HEADS, N, t0, c + 1, zero + C, k0, K, C, BK)
+            bz_in = bz * decay(G, row, HEADS, N, t0, zero, c + 1, k0, K, DECAY, C, BK)
+            store(z_in, bz_in, z_row, HEADS * R_Z, t0, T, k0, K, C, BK)
+            if z_row % R_Z == 0:
+                bk_out = bk * decay(G, row, HEADS, N, t0, c + 1, zero + C, k0, K, DECAY, C, BK)
                 store(k_out, bk_out, row, HEADS, t0, T, k0, K, C, BK)
-        else:
-            M += tl.where(i > j, tl.dot(bx, tl.trans(bk), input_precision=PREC), 0.0)
         if not INVERT:
-            M += tl.where(i == j, tl.sum(bx * bk, 1)[:, None], 0.0)
+            M += tl.where(i == j, tl.sum(bz * bk, 1)[:, None], 0.0)
     if INVERT:
         X = tl.where(i == j, 1.0, 0.0)
         for r in range(1, C):  # forward substitution: row r of X is the unit row minus (row r of N) X
             n_r = tl.sum(tl.where(i == r, M, 0.0), 0)
             X -= tl.where(i == r, tl.sum(n_r[:, None] * X, 0)[None, :], 0.0)
         M = X
-    tl.store(out + index * C * C + i * C + j, M)
+    store(out, M, index, 1, 0, C, 0, C, C, C)
 
 
 @jit
@@ -181,20 +226,18 @@ def walk_kernel(
 ):  # fmt: skip
     """(10), (12), first chunk to last: U and all entry states. One program a memory and WV columns."""
     row, v0, zero = tl.program_id(0).to(tl.int64), tl.program_id(1) * WV, tl.arange(0, 1)
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    S = load_state(s0, row, 0, K, v0, V, WK, WV)
+    S = load(s0, row, 1, 0, K, v0, V, WK, WV)
     for n in range(N):
         t0 = tl.cast(n, tl.int64) * C
-        store_state(s_in, S, row * N + n, 0, K, v0, V, WK, WV)
+        store(s_in, S, row * N + n, 1, 0, K, v0, V, WK, WV)
         U = load(v, row, HEADS, t0, T, v0, V, C, WV)
         if ERASE:
             U -= tl.dot(load(e_in, row, HEADS, t0, T, 0, K, C, WK), S, input_precision=PREC)
-            U = tl.dot(tl.load(x + (row * N + n) * C * C + i * C + j), U, input_precision=PREC)
+            U = tl.dot(load_square(x, row * N + n, False, C), U, input_precision=PREC)
         store(u, U, row, HEADS, t0, T, v0, V, C, WV)
-        if DECAY:
-            S *= tl.trans(decay(G, row, HEADS, N, t0, zero, zero + C, 0, K, C, WK))
+        S *= tl.trans(decay(G, row, HEADS, N, t0, zero, zero + C, 0, K, DECAY, C, WK))
         S += tl.dot(tl.trans(load(k_out, row, HEADS, t0, T, 0, K, C, WK)), U, input_precision=PREC)
-    store_state(s_end, S, row, 0, K, v0, V, WK, WV)
+    store(s_end, S, row, 1, 0, K, v0, V, WK, WV)
 
 
 @jit
@@ -205,110 +248,63 @@ def read_kernel(
     """(11): one program a chunk, query head and block of BV columns of the output."""
     index, n, v0 = tl.program_id(0).to(tl.int64), tl.program_id(0) % N, tl.program_id(1) * BV
     q_row, row, t0 = index // N, index // N // R, n.to(tl.int64) * C
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    P = tl.load(p + index * C * C + i * C + j)
-    O = tl.dot(P, load(u, row, HEADS, t0, T, v0, V, C, BV), input_precision=PREC)
+    U = load(u, row, HEADS, t0, T, v0, V, C, BV)
+    O = tl.dot(load_square(p, index, False, C), U, input_precision=PREC)
     for k0 in range(0, K, BK):
-        S = load_state(s_in, row * N + n, k0, K, v0, V, BK, BV)
+        S = load(s_in, row * N + n, 1, k0, K, v0, V, BK, BV)
         O += tl.dot(load(q_in, q_row, HEADS * R, t0, T, k0, K, C, BK), S, input_precision=PREC)
     store(o, O, q_row, HEADS * R, t0, T, v0, V, C, BV)
 
 
 @jit
-def read_back_kernel(
-    p, do, du, T, N, R: constexpr, HEADS: constexpr, V: constexpr, C: constexpr, BV: constexpr,
-    PREC: constexpr,
-):  # fmt: skip
-    """The first term of (13): one program a chunk, memory and block of BV columns."""
-    row, n, v0 = (tl.program_id(0) // N).to(tl.int64), tl.program_id(0) % N, tl.program_id(1) * BV
-    i, j, t0 = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], n.to(tl.int64) * C
-    dU = tl.zeros([C, BV], tl.float32)
-    for r in range(R):
-        P_T = tl.load(p + ((row * R + r) * N + n) * C * C + j * C + i)  # transposed by the load: see Hazards
-        dU += tl.dot(P_T, load(do, row * R + r, HEADS * R, t0, T, v0, V, C, BV), input_precision=PREC)
-    store(du, dU, row, HEADS, t0, T, v0, V, C, BV)
-
-
-@jit
 def walk_back_kernel(
-    q_in, e_in, k_out, G, x, do, du, ds_end, dr, ds_out, ds0, T, N, R: constexpr, HEADS: constexpr,
+    q_in, e_in, k_out, G, p, x, do, ds_end, dr, ds_out, ds0, T, N, R: constexpr, HEADS: constexpr,
     K: constexpr, V: constexpr, DECAY: constexpr, ERASE: constexpr, C: constexpr, WK: constexpr,
     WV: constexpr, PREC: constexpr,
 ):  # fmt: skip
-    """(13)-(15), last chunk to first; the programs are walk_kernel's."""
+    """(13)-(15), last chunk to first; the programs are walk_kernel's. dU becomes dR in place."""
     row, v0, zero = tl.program_id(0).to(tl.int64), tl.program_id(1) * WV, tl.arange(0, 1)
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    dS = load_state(ds_end, row, 0, K, v0, V, WK, WV)
+    dS = load(ds_end, row, 1, 0, K, v0, V, WK, WV)
     for step in range(N):
         n = N - 1 - step
         t0 = tl.cast(n, tl.int64) * C
-        store_state(ds_out, dS, row * N + n, 0, K, v0, V, WK, WV)
-        dR = load(du, row, HEADS, t0, T, v0, V, C, WV)
-        dR += tl.dot(load(k_out, row, HEADS, t0, T, 0, K, C, WK), dS, input_precision=PREC)
-        if DECAY:
-            dS *= tl.trans(decay(G, row, HEADS, N, t0, zero, zero + C, 0, K, C, WK))
+        store(ds_out, dS, row * N + n, 1, 0, K, v0, V, WK, WV)
+        dR = tl.dot(load(k_out, row, HEADS, t0, T, 0, K, C, WK), dS, input_precision=PREC)
+        dS *= tl.trans(decay(G, row, HEADS, N, t0, zero, zero + C, 0, K, DECAY, C, WK))
         for r in range(R):
             dO = load(do, row * R + r, HEADS * R, t0, T, v0, V, C, WV)
+            dR += tl.dot(load_square(p, (row * R + r) * N + n, True, C), dO, input_precision=PREC)
             q_T = tl.trans(load(q_in, row * R + r, HEADS * R, t0, T, 0, K, C, WK))
             dS += tl.dot(q_T, dO, input_precision=PREC)
         if ERASE:
-            X_T = tl.load(x + (row * N + n) * C * C + j * C + i)
-            dR = tl.dot(X_T, dR, input_precision=PREC)
+            dR = tl.dot(load_square(x, row * N + n, True, C), dR, input_precision=PREC)
             dS -= tl.dot(tl.trans(load(e_in, row, HEADS, t0, T, 0, K, C, WK)), dR, input_precision=PREC)
         store(dr, dR, row, HEADS, t0, T, v0, V, C, WV)
-    store_state(ds0, dS, row, 0, K, v0, V, WK, WV)
+    store(ds0, dS, row, 1, 0, K, v0, V, WK, WV)
 
 
 @jit
 def reader_gradient_kernel(
-    k, G, y, u, s_in, dm, dx, T, N, LEVELS, R_X: constexpr, HEADS: constexpr, K: constexpr, V: constexpr,
+    k, G, y, u, s_in, dm, dz, T, N, LEVELS, R_Z: constexpr, HEADS: constexpr, K: constexpr, V: constexpr,
     DECAY: constexpr, C: constexpr, BK: constexpr, BV: constexpr, PREC: constexpr,
 ):  # fmt: skip
     """(16) and (17) without j = i, for readers with output gradient y. One program a chunk and reader."""
     index, n = tl.program_id(0).to(tl.int64), tl.program_id(0) % N
-    x_row, row, t0 = index // N, index // N // R_X, n.to(tl.int64) * C
-    i, j, c, zero = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C), tl.arange(0, 1)
+    z_row, row, t0 = index // N, index // N // R_Z, n.to(tl.int64) * C
     dM = tl.zeros([C, C], tl.float32)
     for v0 in range(0, V, BV):
-        Y, U = load(y, x_row, HEADS * R_X, t0, T, v0, V, C, BV), load(u, row, HEADS, t0, T, v0, V, C, BV)
+        Y, U = load(y, z_row, HEADS * R_Z, t0, T, v0, V, C, BV), load(u, row, HEADS, t0, T, v0, V, C, BV)
         dM += tl.dot(Y, tl.trans(U), input_precision=PREC)
-    tl.store(dm + index * C * C + i * C + j, dM)
+    store(dm, dM, index, 1, 0, C, 0, C, C, C)
     for k0 in range(0, K, BK):
-        dX = tl.zeros([C, BK], tl.float32)
+        dZ = tl.zeros([C, BK], tl.float32)
         for v0 in range(0, V, BV):
-            S = load_state(s_in, row * N + n, k0, K, v0, V, BK, BV)
-            dX += tl.dot(load(y, x_row, HEADS * R_X, t0, T, v0, V, C, BV), tl.trans(S), input_precision=PREC)
+            S = load(s_in, row * N + n, 1, k0, K, v0, V, BK, BV)
+            dZ += tl.dot(load(y, z_row, HEADS * R_Z, t0, T, v0, V, C, BV), tl.trans(S), input_precision=PREC)
+        dZ *= decay(G, row, HEADS, N, t0, tl.arange(0, 1), tl.arange(0, C) + 1, k0, K, DECAY, C, BK)
         bk = load(k, row, HEADS, t0, T, k0, K, C, BK)
-        if DECAY:
-            dX *= decay(G, row, HEADS, N, t0, zero, c + 1, k0, K, C, BK)
-            for level in range(LEVELS):
-                start = c >> level << level
-                left = bk * decay(G, row, HEADS, N, t0, c + 1, start + (1 << level), k0, K, C, BK)
-                met = tl.dot(tl.where((i > j) & ((i ^ j) >> level == 1), dM, 0.0), left, input_precision=PREC)
-                dX += met * decay(G, row, HEADS, N, t0, start, c + 1, k0, K, C, BK)
-        else:
-            dX += tl.dot(tl.where(i > j, dM, 0.0), bk, input_precision=PREC)
-        store(dx, dX, x_row, HEADS * R_X, t0, T, k0, K, C, BK)
-
-
-@jit
-def through_pairs(
-    bx, dm, index, G, row, N, t0, k0, LEVELS, HEADS: constexpr, K: constexpr, DECAY: constexpr, C: constexpr,
-    BK: constexpr, PREC: constexpr,
-):  # fmt: skip
-    """The sum over i > j of (18) for one reader x."""
-    i, j, c = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C)
-    dM_T = tl.load(dm + index * C * C + j * C + i)  # transposed by the load: see Hazards
-    dK = tl.zeros([C, BK], tl.float32)
-    if DECAY:
-        for level in range(LEVELS):
-            start = c >> level << level
-            right = bx * decay(G, row, HEADS, N, t0, start, c + 1, k0, K, C, BK)
-            met = tl.dot(tl.where((i < j) & ((i ^ j) >> level == 1), dM_T, 0.0), right, input_precision=PREC)
-            dK += met * decay(G, row, HEADS, N, t0, c + 1, start + (1 << level), k0, K, C, BK)
-    else:
-        dK += tl.dot(tl.where(i < j, dM_T, 0.0), bx, input_precision=PREC)
-    return dK
+        dZ += through_pairs(dM, bk, G, row, HEADS, N, t0, k0, LEVELS, False, K, DECAY, C, BK, PREC)
+        store(dz, dZ, z_row, HEADS * R_Z, t0, T, k0, K, C, BK)
 
 
 @jit
@@ -325,27 +321,26 @@ def key_gradient_kernel(
     dK, dG = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
     kept = tl.zeros([BK], tl.float32)
     for v0 in range(0, V, BV):
-        dS = load_state(ds_out, index, k0, K, v0, V, BK, BV)
+        dS = load(ds_out, index, 1, k0, K, v0, V, BK, BV)
         dK += tl.dot(load(u, row, HEADS, t0, T, v0, V, C, BV), tl.trans(dS), input_precision=PREC)
         if DECAY:
-            kept += tl.sum(dS * load_state(s_in, index, k0, K, v0, V, BK, BV), 1)
-    if DECAY:
-        dK *= decay(G, row, HEADS, N, t0, c + 1, zero + C, k0, K, C, BK)
-        left_chunk = bk * dK
+            kept += tl.sum(dS * load(s_in, index, 1, k0, K, v0, V, BK, BV), 1)
+    dK *= decay(G, row, HEADS, N, t0, c + 1, zero + C, k0, K, DECAY, C, BK)
+    left_chunk = bk * dK
     for r in range(R):
         q_row = row * R + r
-        bq, dQ = (
-            load(q, q_row, HEADS * R, t0, T, k0, K, C, BK),
-            load(dq, q_row, HEADS * R, t0, T, k0, K, C, BK),
-        )
-        pairs = through_pairs(bq, dp, q_row * N + n, G, row, N, t0, k0, LEVELS, HEADS, K, DECAY, C, BK, PREC)
+        bq = load(q, q_row, HEADS * R, t0, T, k0, K, C, BK)
+        dQ = load(dq, q_row, HEADS * R, t0, T, k0, K, C, BK)
+        dP_T = load_square(dp, q_row * N + n, True, C)
+        pairs = through_pairs(dP_T, bq, G, row, HEADS, N, t0, k0, LEVELS, True, K, DECAY, C, BK, PREC)
         own = tl.load(dp + (q_row * N + n) * C * C + c * C + c)[:, None]  # undecayed, hence not in dG
         store(dq, dQ + own * bk, q_row, HEADS * R, t0, T, k0, K, C, BK)
         dK += pairs + own * bq
         dG += bq * dQ - bk * pairs
     if ERASE:  # what e reads is subtracted
         be, dE = load(e, row, HEADS, t0, T, k0, K, C, BK), load(de, row, HEADS, t0, T, k0, K, C, BK)
-        pairs = through_pairs(be, dn, index, G, row, N, t0, k0, LEVELS, HEADS, K, DECAY, C, BK, PREC)
+        dN_T = load_square(dn, index, True, C)
+        pairs = through_pairs(dN_T, be, G, row, HEADS, N, t0, k0, LEVELS, True, K, DECAY, C, BK, PREC)
         store(de, -dE, row, HEADS, t0, T, k0, K, C, BK)
         dK -= pairs
         dG -= be * dE - bk * pairs
@@ -353,7 +348,7 @@ def key_gradient_kernel(
     if DECAY:
         before = tl.where(c[None, :] < c[:, None], 1.0, 0.0)
         dg_t = tl.cumsum(dG, 0, reverse=True) + tl.dot(before, left_chunk, input_precision=EXACT)
-        dg_t += kept[None, :] * decay(G, row, HEADS, N, t0, zero, zero + C, k0, K, C, BK)
+        dg_t += kept[None, :] * decay(G, row, HEADS, N, t0, zero, zero + C, k0, K, DECAY, C, BK)
         store(dg, dg_t, row, HEADS, t0, T, k0, K, C, BK)
 
 
@@ -371,66 +366,64 @@ def plan(
     return dict(sizes, DECAY=DECAY, ERASE=ERASE, **precision)
 
 
-def launch(kernel, grid: tuple, *args, **constants) -> None:
-    """Run `kernel` with those of `constants` that it declares, on the GPU where its tensors are."""
-    where = torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor)))  # not always the current one
-    with where:
-        kernel[grid](*args, **{n: c for n, c in constants.items() if n in kernel.arg_names}, **LAUNCH)
+def launch(kernel, grid: tuple, named: dict) -> None:
+    """Run `kernel` with those of the named values that are its parameters, on the GPU where its tensors are."""
+    with torch.cuda.device_of(named["k"]):  # not always the current one
+        kernel[grid](**{name: named[name] for name in kernel.arg_names}, **LAUNCH)
+
+
+def states(q, e, k, v, g, s0, m: dict) -> dict:
+    """What forward and backward both need, (8)-(10) and (12), with all else by the kernels' names."""
+    (B, T, G, K), V, C, R = k.shape, v.shape[-1], m["C"], m["R"]
+    N, new = -(-T // C), functools.partial(torch.empty, dtype=torch.float32, device=k.device)
+    levels = 1 if g is None else C.bit_length() - 1
+    a = dict(m, q=q, e=e, k=k, v=v, s0=s0, T=T, N=N, LEVELS=levels, G=None, x=None)
+    a |= dict(q_in=q, e_in=e, k_out=k)  # right as they are without decay
+    if g is not None:
+        a["G"] = F.pad(g.double(), (0, 0, 0, 0, 1, N * C - T)).cumsum(1)
+        a |= dict(q_in=new(q.shape), k_out=new(k.shape), e_in=None if e is None else new(e.shape))
+    a |= dict(p=new(B * G * R, N, C, C), u=new(v.shape), s_in=new(B * G, N, K, V), s_end=new(s0.shape))
+    of_q = dict(z=q, out=a["p"], z_in=a["q_in"], R_Z=R, INVERT=False)
+    launch(products_kernel, (B * G * R * N,), a | of_q)
+    if e is not None:
+        a["x"] = new(B * G, N, C, C)
+        of_e = dict(z=e, out=a["x"], z_in=a["e_in"], R_Z=1, INVERT=True)
+        launch(products_kernel, (B * G * N,), a | of_e)
+    launch(walk_kernel, (B * G, -(-V // m["WV"])), a)
+    return a
 
 
 class ChunkedDelta(torch.autograd.Function):
     """(6): contiguous (q, e, k, x, g, S0) -> (o, S), float32. e and g may be None."""
 
     @staticmethod
-    def states(q, e, k, v, g, s0, m: dict) -> tuple:
-        """What forward and backward both need: (8)-(10) and (12)."""
-        (B, T, G, K), V, C, R = k.shape, v.shape[-1], m["C"], m["R"]
-        N, new = -(-T // C), functools.partial(torch.empty, dtype=torch.float32, device=q.device)
-        sums = x = None
-        q_in, e_in, k_out = q, e, k  # right as they are without decay
-        if g is not None:
-            sums = F.pad(g.double(), (0, 0, 0, 0, 1, N * C - T)).cumsum(1)
-            q_in, k_out, e_in = new(q.shape), new(k.shape), None if e is None else new(e.shape)
-        p, u, s_in, s_end = new(B * G * R, N, C, C), new(v.shape), new(B * G, N, K, V), new(s0.shape)
-        levels = C.bit_length() - 1
-        args = q, k, sums, p, q_in, k_out, T, N, levels
-        launch(products_kernel, (B * G * R * N,), *args, R_X=R, INVERT=False, **m)
-        if e is not None:
-            x = new(B * G, N, C, C)
-            args = e, k, sums, x, e_in, k_out, T, N, levels
-            launch(products_kernel, (B * G * N,), *args, R_X=1, INVERT=True, **m)
-        launch(walk_kernel, (B * G, -(-V // m["WV"])), e_in, k_out, v, sums, x, s0, u, s_in, s_end, T, N, **m)
-        return N, levels, sums, q_in, e_in, k_out, p, x, u, s_in, s_end
-
-    @staticmethod
     def forward(ctx, q, e, k, v, g, s0, m):
         ctx.save_for_backward(q, e, k, v, g, s0)
-        ctx.m = m
-        N, _, _, q_in, _, _, p, _, u, s_in, s_end = ChunkedDelta.states(q, e, k, v, g, s0, m)
+        ctx.m, a = m, states(q, e, k, v, g, s0, m)
         (B, T, H, _), V = q.shape, v.shape[-1]
-        o = u.new_empty(B, T, H, V)
-        launch(read_kernel, (B * H * N, -(-V // m["BV"])), q_in, u, s_in, p, o, T, N, **m)
-        return o, s_end
+        a["o"] = a["u"].new_empty(B, T, H, V)
+        launch(read_kernel, (B * H * a["N"], -(-V // m["BV"])), a)
+        return a["o"], a["s_end"]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, ds_end):
-        (q, e, k, v, g, s0), m = ctx.saved_tensors, ctx.m
-        do, ds_end = do.contiguous(), ds_end.contiguous()
-        N, levels, sums, q_in, e_in, k_out, p, x, u, s_in, _ = ChunkedDelta.states(q, e, k, v, g, s0, m)
-        (B, T, G, K), V, R = k.shape, v.shape[-1], m["R"]
-        du, dr, ds_out, ds0, dp = (torch.empty_like(z) for z in (u, u, s_in, s0, p))
-        launch(read_back_kernel, (B * G * N, -(-V // m["BV"])), p, do, du, T, N, **m)
-        walk_args = q_in, e_in, k_out, sums, x, do, du, ds_end, dr, ds_out, ds0, T, N
-        launch(walk_back_kernel, (B * G, -(-V // m["WV"])), *walk_args, **m)
-        dq, de, dk, dg, dn = (z if z is None else torch.empty_like(z, dtype=u.dtype) for z in (q, e, k, g, x))
-        for readers, y, dm, dx in ((R, do, dp, dq), (1, dr, dn, de)):
-            if dx is not None:
-                args = k, sums, y, u, s_in, dm, dx, T, N, levels
-                launch(reader_gradient_kernel, (B * G * readers * N,), *args, R_X=readers, **m)
-        args = q, e, k, sums, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, N, levels
-        launch(key_gradient_kernel, (B * G * N, -(-K // m["BK"])), *args, **m)
-        grads = zip((dq, de, dk, dr, dg, ds0), (q, e, k, v, g, s0))
+        inputs, m = ctx.saved_tensors, ctx.m
+        a = states(*inputs, m) | dict(do=do.contiguous(), ds_end=ds_end.contiguous())
+        q, e, k, v, g, _ = inputs
+        for name, like in dict(
+            dq=q, de=e, dk=k, dr=v, dg=g, ds0=a["s0"], ds_out=a["s_in"], dp=a["p"], dn=a["x"]
+        ).items():
+            a[name] = None if like is None else torch.empty_like(like, dtype=torch.float32)
+        memories, N = k.shape[0] * k.shape[2], a["N"]
+        launch(walk_back_kernel, (memories, -(-v.shape[-1] // m["WV"])), a)
+        of_q = dict(y=a["do"], dm=a["dp"], dz=a["dq"], R_Z=m["R"])
+        launch(reader_gradient_kernel, (memories * m["R"] * N,), a | of_q)
+        if e is not None:
+            of_e = dict(y=a["dr"], dm=a["dn"], dz=a["de"], R_Z=1)
+            launch(reader_gradient_kernel, (memories * N,), a | of_e)
+        launch(key_gradient_kernel, (memories * N, -(-k.shape[-1] // m["BK"])), a)
+        grads = zip((a[name] for name in ("dq", "de", "dk", "dr", "dg", "ds0")), inputs)
         return *(None if d is None else d.to(z.dtype) for d, z in grads), None
 
 
@@ -467,16 +460,10 @@ say_once = functools.cache(print)
 
 
 def linear_attention(
-    q_bthk: Tensor,
-    k_btgk: Tensor,
-    v_btgv: Tensor,
-    log_decay: Tensor | None = None,
-    erase: Tensor | None = None,
-    write: Tensor | None = None,
-    state: Tensor | None = None,
-    chunk: int = 64,
-    impl: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: Tensor | None = None,
+    erase: Tensor | None = None, write: Tensor | None = None, state: Tensor | None = None,
+    chunk: int = 64, impl: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Equation (1): arguments and results of `recurrent`, in the way that impl names.
 
     auto: triton for CUDA tensors, else chunked; there one token goes through the cheaper recurrence. Only a

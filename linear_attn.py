@@ -57,10 +57,9 @@ def softmax_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, scale: flo
 
     Head h reads key/value head h // (H/G). `scale` defaults to 1/sqrt(K). Time and memory grow with T^2.
     """
-    B, T, H, K = q_bthk.shape
-    G = k_btgk.shape[2]
-    q_btgrk = q_bthk.unflatten(2, (G, H // G))
-    score_bgrts = torch.einsum("btgrk,bsgk->bgrts", q_btgrk, k_btgk) * (K**-0.5 if scale is None else scale)
+    (_, T, H, K), G = q_bthk.shape, k_btgk.shape[2]
+    score_bgrts = torch.einsum("btgrk,bsgk->bgrts", q_bthk.unflatten(2, (G, H // G)), k_btgk)
+    score_bgrts = score_bgrts * (K**-0.5 if scale is None else scale)
     future_ts = torch.ones(T, T, dtype=torch.bool, device=q_bthk.device).triu(1)
     p_bgrts = score_bgrts.masked_fill(future_ts, -torch.inf).softmax(-1)
     return torch.einsum("bgrts,bsgv->btgrv", p_bgrts, v_btgv).flatten(2, 3)
@@ -74,7 +73,7 @@ def working_dtype(x: Tensor) -> torch.dtype:
 def empty_state(k_btgk: Tensor, v_btgv: Tensor) -> Tensor:
     """S_0 = 0, shape (B, G, K, V)."""
     B, _, G, K = k_btgk.shape
-    return torch.zeros(B, G, K, v_btgv.shape[-1], dtype=working_dtype(v_btgv), device=k_btgk.device)
+    return k_btgk.new_zeros(B, G, K, v_btgv.shape[-1], dtype=working_dtype(v_btgv))
 
 
 def recurrent(
@@ -87,11 +86,10 @@ def recurrent(
     (B,T,G); state (B,G,K,V). None means: no decay, erase 0, write 1, state 0. Returns o (B,T,H,V) in v's
     dtype and the last state in float32 (float64 if v is float64).
     """
-    B, T, H, _ = q_bthk.shape
-    G, dtype = k_btgk.shape[2], working_dtype(v_btgv)
+    (B, T, H, _), G, dtype = q_bthk.shape, k_btgk.shape[2], working_dtype(v_btgv)
     q_btgrk, k, v = q_bthk.unflatten(2, (G, H // G)).to(dtype), k_btgk.to(dtype), v_btgv.to(dtype)
     g, b = (torch.zeros_like(k[..., 0]) if x is None else x.to(dtype) for x in (log_decay, erase))
-    g_btgk, b_btg1 = (g if g.dim() == 4 else g[..., None]), b[..., None]  # one decay a head serves all keys
+    g_btgk = g if g.dim() == 4 else g[..., None]  # one decay a head serves all its channels
     written_btgv = v if write is None else write[..., None].to(dtype) * v
     S = empty_state(k_btgk, v_btgv) if state is None else state.to(dtype)
     outputs = [v.new_zeros(B, 0, H, v.shape[-1])]
@@ -99,7 +97,7 @@ def recurrent(
         S = g_btgk[:, t, :, :, None].exp() * S
         # what the decayed memory already says about k_t is what gets erased
         recalled_bgv = torch.einsum("bgk,bgkv->bgv", k[:, t], S)
-        new_bgv = written_btgv[:, t] - b_btg1[:, t] * recalled_bgv
+        new_bgv = written_btgv[:, t] - b[:, t, :, None] * recalled_bgv
         S = S + torch.einsum("bgk,bgv->bgkv", k[:, t], new_bgv)
         outputs.append(torch.einsum("bgrk,bgkv->bgrv", q_btgrk[:, t], S).flatten(1, 2)[:, None])
     return torch.cat(outputs, 1).to(v_btgv.dtype), S
@@ -114,30 +112,23 @@ def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i), j < i, else 0. x, k (..., C, K); g (..., C, K|1).
 
     The obvious factorisation x exp(G) (k exp(-G))^T overflows, because exp(-G) grows without bound over a
-    chunk. Halving avoids it: of two halves of the chunk, each is a smaller problem of the same kind, and for
-    i in the right and j in the left half the decay splits at the border into exp(border..i) and
-    exp(j..border), both <= 1. Summing g from the border instead of subtracting two long cumulative sums also
-    keeps full precision next to a decay of -1000.
+    chunk. Halving avoids it: each half is a smaller problem of the same kind, and for i in the right and j in
+    the left half the decay splits at the border into exp(border..i) and exp(j..border), both <= 1. Summing g
+    from the border, not subtracting two long cumulative sums, keeps full precision next to a decay of -1000.
     """
     C = x.shape[-2]
-    if g is None:
+    if g is None or C == 1:
         return (x @ k.mT).tril(-1)
     if g.shape[-1] == 1 < x.shape[-1]:  # one decay for all channels leaves the sum: decay matrix times scores
         return (x @ k.mT) * decayed_products(torch.ones_like(g), torch.ones_like(g), g)
-    if C == 1:
-        return torch.zeros_like((x * k)[..., :1])
     x, k, g = (z.unflatten(-2, (2, C // 2)) for z in (x, k, g))
     first, last = decayed_products(x, k, g).unbind(-3)
     right = x[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()
     left = k[..., 0, :, :] * sum_after(g[..., 0, :, :]).exp()
-    corner = right @ left.mT
-    return torch.cat([F.pad(first, (0, C // 2)), torch.cat([corner, last], -1)], -2)
+    return torch.cat([F.pad(first, (0, C // 2)), torch.cat([right @ left.mT, last], -1)], -2)
 
 
-def chunked(
-    q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: Tensor | None = None,
-    erase: Tensor | None = None, write: Tensor | None = None, state: Tensor | None = None, chunk: int = 64,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, state=None, chunk: int = 64):
     """Equation (1) in matrix products: same arguments and result as `recurrent`, any T >= 0, differentiable.
 
     Inside a chunk with entry state S0 write u_i = w_i v_i - b_i k_i^T(decayed S_{i-1}) for what token i
@@ -148,8 +139,7 @@ def chunked(
     (4)  O  = (Q * exp G) S0 + P U
     (5)  S' = Diag(exp G_C) S0 + (K * exp(G_C - G))^T U
 
-    U is affine in S0, so U = U_v - U_k S0 is solved before S0 is known; what remains is a loop over chunks
-    with two small products each.
+    U = U_v - U_k S0 is solved before S0 is known; what remains is a loop over chunks, two products each.
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk must be a power of two, got {chunk}")
@@ -160,14 +150,13 @@ def chunked(
     C = min(chunk, 1 << (T - 1).bit_length())  # a short input needs no long chunk
 
     def split(x: Tensor) -> Tensor:
-        """(b, t, g*r, ...) -> (b, g, r, n, c, ...); the tail is padded with b = w = g = 0: the state stays.
-
-        r is 1 for all but queries, so that the query heads of one memory share its products by broadcasting.
-        """
+        """(b, t, g*r, ...) -> (b, g, r, n, c, ...), r = 1 for all but queries. Padding with zeros is safe:
+        b = w = g = 0 leaves the state alone."""
         x = F.pad(x.to(dtype), (0, 0) * (x.dim() - 2) + (0, -T % C))
         return x.unflatten(1, (-1, C)).movedim(3, 1).unflatten(1, (G, -1))
 
-    q, k, U_v, g = split(q_bthk), split(k_btgk), split(v_btgv), None
+    written_btgv = v_btgv if write is None else write[..., None].to(dtype) * v_btgv
+    q, k, U_v, g = split(q_bthk), split(k_btgk), split(written_btgv), None
     q_in, k_in, k_out, kept = q, k, k, torch.ones_like(k[..., :1, :1])
     if log_decay is not None:
         g = split(log_decay if log_decay.dim() == 4 else log_decay[..., None])
@@ -175,15 +164,12 @@ def chunked(
         q_in, k_in, k_out = q * since_entry.exp(), k * since_entry.exp(), k * sum_after(g).exp()
         kept = since_entry[..., -1:, :].exp().mT  # (b, g, 1, n, K or 1, 1)
     P = decayed_products(q, k, g) + torch.diag_embed((q * k).sum(-1))
-    if write is not None:
-        U_v = split(write[..., None]) * U_v
     U_k = torch.zeros_like(k)
     if erase is not None:
         b = split(erase[..., None])
         A = b * decayed_products(k, k, g)  # the unit diagonal is implied by the solver
         rhs = torch.cat([U_v, b * k_in], -1)
         U_v, U_k = torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True).split([V, K], -1)
-
     S_bg1kv, entries, added = S[:, :, None], [], []
     for kept_n, k_out_n, U_v_n, U_k_n in zip(*(z.unbind(3) for z in (kept, k_out.mT, U_v, U_k))):  # (5)
         entries.append(S_bg1kv)
@@ -214,8 +200,7 @@ class UpdateRule(nn.Module):
         delta      True: erase = write = beta = sigmoid(h W_beta + b_beta).   False: erase nothing, write 1
         normaliser True: the read is divided by the sum of its own weights (a column of ones appended to v)
         sums       True: the read is a sum over tokens, not an estimate of a value; a merge may average
-    All projections start at zero, so that at step 0 the gates are the biases (paper: b_alpha = 1, b_beta =
-    -1).
+    All projections start at zero: at step 0 the gates are the biases (paper: b_alpha = 1, b_beta = -1).
 
     Feature maps phi for q and k (`features`): "l2" unit length, no parameters (the paper's, after RoPE);
     "silu" L2norm(SiLU(x W + b)) with W = I + noise; "softmax" softmax(x W) (+) softmax(-x W), Hedgehog's.
@@ -232,14 +217,13 @@ class UpdateRule(nn.Module):
         lookup(FEATURES, features, "features")
         size = feature_dim or key_dim
         if features == "l2" and size != key_dim or features == "softmax" and size % 2:
-            want = f"{key_dim}, the key dimension" if features == "l2" else "even"
-            raise ValueError(f"features {features}: feature_dim must be {want}, got {size}")
+            raise ValueError(f"feature_dim {size}: l2 wants the key dimension {key_dim}, softmax an even one")
         self.features, self.memory_heads = features, memory_heads
         if features != "l2":
             width = size // 2 if features == "softmax" else size
             for name, n in (("q", heads), ("k", memory_heads)):
-                near_identity = torch.eye(key_dim, width) + 0.02 * torch.randn(n, key_dim, width)
-                setattr(self, f"W_{name}", nn.Parameter(near_identity))
+                noise = 0.02 * torch.randn(n, key_dim, width)
+                setattr(self, f"W_{name}", nn.Parameter(torch.eye(key_dim, width) + noise))
                 setattr(self, f"b_{name}", nn.Parameter(torch.zeros(n, width)))
         decays = memory_heads * (size if self.decay == "channel" else 1)
         if self.decay == "channel":
@@ -260,7 +244,7 @@ class UpdateRule(nn.Module):
         return h @ torch.cat([h.new_zeros(h.shape[-1], 0), *weights], 1)
 
     def phi(self, x_bthk: Tensor, name: str) -> Tensor:
-        """The feature map of queries (name "q") or keys ("k"), in float32: (B,T,H,K) -> (B,T,H,feature_dim)."""
+        """The features of queries (name "q") or keys ("k"), in float32: (B,T,H,K) -> (B,T,H,feature_dim)."""
         x = x_bthk.to(working_dtype(x_bthk))
         if self.features != "l2":
             W_hkf, b_hf = getattr(self, f"W_{name}").to(x), getattr(self, f"b_{name}").to(x)
@@ -296,9 +280,8 @@ class UpdateRule(nn.Module):
         k and v come per kv head and are repeated when every query head has a memory of its own; the code is
         one for all heads, (B,T,E), or one a kv head, (B,T,G,E), when each head takes other tokens."""
         repeat = self.memory_heads // k_btgk.shape[2]
-        if code_bte.dim() == 3:
-            code_bte = code_bte[:, :, None].expand(-1, -1, k_btgk.shape[2], -1)
-        code, k, v = (x.repeat_interleave(repeat, 2) for x in (code_bte, k_btgk, v_btgv))
+        code = code_bte if code_bte.dim() == 4 else code_bte[:, :, None].expand(-1, -1, k_btgk.shape[2], -1)
+        code, k, v = (x.repeat_interleave(repeat, 2) for x in (code, k_btgk, v_btgv))
         k, v = self.phi(k, "k"), v.to(working_dtype(v))
         if self.normaliser:
             v = F.pad(v, (0, 1), value=1.0)
@@ -307,9 +290,7 @@ class UpdateRule(nn.Module):
 
     def read(self, o_bthv: Tensor) -> Tensor:
         """The memory's answer from o = S^T q: for a normalising rule, numerator over denominator."""
-        if not self.normaliser:
-            return o_bthv
-        return o_bthv[..., :-1] / (o_bthv[..., -1:] + 1e-6)
+        return o_bthv[..., :-1] / (o_bthv[..., -1:] + 1e-6) if self.normaliser else o_bthv
 
     def forward(self, hidden_btd: Tensor, q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor):
         """(q, k, v, log_decay, erase, write): the six inputs of `recurrent` and `chunked`."""
@@ -384,8 +365,7 @@ def softmax_projection_identity(k_tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     exact, r_i = m (cos a_i / ||m|| - 1) with a_i the angle between k_i and m, hence ||r_i|| = |cos a_i -
     ||m|||: small when the keys are concentrated. Returns (centred, projected, residual), each (t, K).
     """
-    mean = k_tk.mean(0)
-    length = mean.norm()
+    mean, length = k_tk.mean(0), k_tk.mean(0).norm()
     cos = k_tk @ mean / length
     projected = k_tk - cos[:, None] * (mean / length)
     return k_tk - mean, projected, (cos / length - 1)[:, None] * mean
@@ -398,7 +378,7 @@ def rank1_product(k_tk: Tensor, beta_t: Tensor) -> tuple[Tensor, Tensor, Tensor]
     for identical keys, where ||E|| grows like t^2 b^2/2. Expanding the product gives a bound that holds for
     unit keys: ||E|| <= (1 + b_max)^t - 1 - t b_max.
     """
-    k, eye, (t, b) = k_tk[None, :, None], torch.eye(k_tk.shape[1]).to(k_tk), (len(beta_t), beta_t.max())
+    k, eye, t, b = k_tk[None, :, None], torch.eye(k_tk.shape[1]).to(k_tk), len(beta_t), beta_t.max()
     _, product = recurrent(k, k, torch.zeros_like(k), None, beta_t[None, :, None], None, eye[None, None])
     return product[0, 0], eye - torch.einsum("t,tk,tl->kl", beta_t, k_tk, k_tk), (1 + b) ** t - 1 - t * b
 
@@ -409,8 +389,7 @@ def softmax_as_delta_rule(q_k: Tensor, k_tk: Tensor, v_tv: Tensor, scale: float)
         o_t(q) = o_{t-1}(q) + a_t(q) (v_t - o_{t-1}(q)),    a_t(q) = exp(q.k_t) / sum_{i<=t} exp(q.k_i)
 
     which is equation (1) with b_t = w_t = a_t and one key, the number 1. A gate forgets by a factor that
-    knows neither q nor k_t; softmax and the delta rule forget only where k_t points. Returns o_t(q) for all
-    t, (t, V).
+    knows neither q nor k_t; softmax and the delta rule forget only where k_t points. Returns all o_t(q).
     """
     score_t = k_tk @ q_k * scale
     a_bth = (score_t - score_t.logcumsumexp(0)).exp()[None, :, None]
@@ -418,30 +397,24 @@ def softmax_as_delta_rule(q_k: Tensor, k_tk: Tensor, v_tv: Tensor, scale: float)
     return recurrent(one_bthk, one_bthk, v_tv[None, :, None], None, a_bth, a_bth)[0][0, :, 0]
 
 
-def running_mean(k_bthk: Tensor) -> tuple[Tensor, Tensor]:
-    """(k, mean of k_1..k_t) of unit-normalised keys, both (B,T,H,K)."""
-    k = F.normalize(k_bthk.to(working_dtype(k_bthk)), dim=-1)
-    return k, k.cumsum(1) / torch.arange(1, k.shape[1] + 1).to(k)[:, None, None]
-
-
 def key_concentration(k_bthk: Tensor) -> Tensor:
     """C_t = cos(k_t, mean of k_1..k_t), all t in linear time. (B,T,H,K) -> (B,T,H) in [-1, 1]."""
-    return F.cosine_similarity(*running_mean(k_bthk), dim=-1)
+    k = F.normalize(k_bthk.to(working_dtype(k_bthk)), dim=-1)
+    return F.cosine_similarity(k, k.cumsum(1), dim=-1)  # a sum points where its mean does
 
 
 def projection_residual(k_bthk: Tensor) -> Tensor:
-    """R_t, how far centring is from projecting: Lemma 2's ||r_i||, root of the mean square over i <= t.
+    """R_t, how far centring is from projecting: the root mean square of Lemma 2's ||r_i|| over i <= t.
 
     (B,T,H,K) -> (B,T,H), >= 0. ||r_i|| = |cos a_i - ||m_t||| and ||m_t|| is the mean of cos a_i, so R_t is a
-    standard deviation, sqrt(u^T Cov_t u) with u = m_t/||m_t||, and an upper bound of the paper's R_t, the
-    mean of ||r_i||, which needs all pairs (i, t). u^T (sum k k^T) u is equation (1) with q = u and v = k:
-    linear time.
+    standard deviation, sqrt(u^T Cov_t u) with u = m_t/||m_t||. It bounds the paper's R_t from above, the mean
+    of ||r_i||, which needs all pairs (i, t); u^T (sum k k^T) u is equation (1) with q = u and v = k.
     """
-    k, mean = running_mean(k_bthk)
-    u = F.normalize(mean, dim=-1)
+    k = F.normalize(k_bthk.to(working_dtype(k_bthk)), dim=-1)
     steps = torch.arange(1, k.shape[1] + 1).to(k)[:, None]
-    second_moment = (chunked(u, k, k)[0] * u).sum(-1) / steps
-    return (second_moment - mean.square().sum(-1)).clamp(min=0).sqrt()
+    mean = k.cumsum(1) / steps[..., None]
+    u = F.normalize(mean, dim=-1)
+    return ((chunked(u, k, k)[0] * u).sum(-1) / steps - mean.square().sum(-1)).clamp(min=0).sqrt()
 
 
 def main() -> None:
@@ -451,13 +424,13 @@ def main() -> None:
     for spread in (0.1, 0.3, 1.0):
         k = F.normalize(torch.ones(64, 32) + spread * torch.randn(64, 32), dim=-1)
         centred, projected, residual = softmax_projection_identity(k)
-        check = (centred - projected - residual).abs().max()
+        R, gap = residual.norm(dim=-1).mean(), (centred - projected - residual).abs().max()
         C = key_concentration(k[None, :, None])[0, -1, 0]
-        print(f" spread {spread:3}: C = {C:.3f}  R = {residual.norm(dim=-1).mean():.3f} ({check:.0e})")
+        print(f" spread {spread:3}: C = {C:.3f}  R = {R:.3f} ({gap:.0e})")
     print("\nwrite A->1, B->2, then overwrite A->9; read A and B back (exact answer 9 and 2)")
     a, b = F.normalize(torch.randn(2, 16), dim=-1)
     k, v = torch.stack([a, b, a])[None, :, None], torch.tensor([1.0, 2.0, 9.0])[None, :, None, None]
-    one = torch.ones(1, 3, 1)
+    one = torch.ones_like(v[..., 0])
     for name, decay, beta in (("sum", one, None), ("gate 0.5", 0.5 * one, None), ("delta rule", one, one)):
         _, S = recurrent(k, k, v, decay.log(), beta, beta)
         print(f"  {name:10s}  A = {a @ S[0, 0, :, 0]:5.2f}   B = {b @ S[0, 0, :, 0]:5.2f}")

@@ -27,26 +27,54 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+FAMILIES = {  # the names of transformers' classes; beyond the common sizes, what each needs to be small
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen3": dict(head_dim=16),  # heads * head_dim is not hidden_size
+    "Qwen3Moe": dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "Mistral": {},
+    "Mixtral": dict(num_local_experts=4),
+    "Phi": {},
+    "Phi3": {},
+    "Gemma2": {},
+    "Gemma3Text": dict(layer_types=["sliding_attention", "full_attention"]),  # their own windows are 512 and
+    "Gemma4Text": dict(  # more: longer than any sequence here. Two head dims, one a layer
+        layer_types=["sliding_attention", "full_attention"],
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=50,
+    ),
+    "Olmo2": {},
+    "Olmo3": dict(layer_types=["sliding_attention", "full_attention"]),
+    "Granite": {},
+    "SmolLM3": dict(no_rope_layers=[1, 0]),  # the second layer has no RoPE
+    "Cohere2": dict(layer_types=["sliding_attention", "full_attention"], logit_scale=1.0),
+    "Glm4": {},
+    "Starcoder2": {},
+    "StableLm": {},
+}
+
+
 def tiny_model(kind: str = "qwen2", layers: int = 2, vocab: int = 50, **kw):
-    """A random Llama, Qwen2 or Qwen3. std 0.25: with the usual 0.02 attention is uniform and hides errors."""
+    """A random model of a family. std 0.25: with the usual 0.02 attention is uniform and hides errors."""
     import transformers
 
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "phi": "Phi"}
-    config = getattr(transformers, names[kind] + "Config")(
+    name = next(name for name in FAMILIES if name.lower() == kind.lower())
+    sizes = dict(
         vocab_size=vocab,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16 if kind == "qwen3" else 8,  # Qwen3: heads * head_dim is not hidden_size
+        head_dim=8,
         max_position_embeddings=512,
         initializer_range=0.25,
         pad_token_id=0,
-        **kw,
     )
+    config = getattr(transformers, name + "Config")(**(sizes | FAMILIES[name] | kw))
     torch.manual_seed(0)
-    return getattr(transformers, names[kind] + "ForCausalLM")(config).eval()
+    return getattr(transformers, name.replace("Text", "") + "ForCausalLM")(config).eval()
 
 
 @pytest.fixture(scope="session", autouse=True)

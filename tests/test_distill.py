@@ -397,7 +397,13 @@ def test_broken_and_foreign_adapter_folders_are_refused_in_one_line(tmp_path):
     other.model.layers[0].mlp.up_proj.weight.data.add_(0.1)
     with pytest.raises(distill.UserError, match="the weights of this model are others"):
         load_linearized(other, tmp_path)
-    for bad in (b"", b"{}", good[:-8], good.replace(b'\\"format\\": 2', b'\\"format\\": 3'), good[:-1] + b"?"):
+    for bad in (
+        b"",
+        b"{}",
+        good[:-8],
+        good.replace(b'\\"format\\": 2', b'\\"format\\": 3'),
+        good[:-1] + b"?",
+    ):
         assert bad != good
         weights.write_bytes(bad)
         with refused as error:
