@@ -5,17 +5,15 @@ What you will learn here, in the order in which `python distill.py` does it
     2. `linearize`: the swap. The model's own code keeps doing projections, norms and RoPE; only softmax goes
     3. `LOSSES`: layer (each layer against the frozen teacher on the same inputs), ce (the paper's), kl
     4. `train_adapters`: AdamW on the new parameters; adapter and progress on disk at every save
-    5. the table of eval.py: teacher, memory off, linearized, on held-out text
-On a first reading skip the files and the command line at the end. Only this module loads models.
+On a first reading skip the files at the end. The command line is in eval.py. Only this module loads models.
 
-How the swap works: transformers looks its attention function up by name at every call (AttentionInterface);
-ours is registered once and switched on per model. The new parameters are one submodule `linear` on each
-attention module: no name in the backbone's state dict changes, no model family needs code of its own.
+transformers looks its attention function up by name at every call (AttentionInterface): ours is registered
+once and switched on per model. The new parameters are one submodule `linear` on each attention module: no
+name in the backbone's state dict changes, no model family needs code of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -38,16 +36,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from interventions import (
-    Controller,
-    LinearizeConfig,
-    LinearizedAttention,
-    attention_forward,
-    check_options,
-    option,
-    padding_mask,
-)
-from linear_attn import lookup, register
+from interventions import Controller, LinearizeConfig, LinearizedAttention, attention_forward, padding_mask
+from linear_attn import option, register, validate
 
 # HAZARD: transformers asks whether a package named `kernels` is installed and would import *our* kernels.py.
 # It asks once and remembers the answer: let it find nothing, then put our module back.
@@ -97,7 +87,7 @@ class TrainConfig:
     save_every: int = option(20, "steps between saves", low=1)
 
     def __post_init__(self):
-        check_options(self)
+        validate(self)
 
 
 PRESETS = {
@@ -132,31 +122,24 @@ def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto"):
     return model.eval().requires_grad_(False), tokenizer
 
 
-def read_file(source: str) -> str:
-    """The text of a file, or of a file in a dataset repository of the hub (owner/name:file)."""
+def read_texts(source: str) -> list[str]:
+    """The documents of a .json or .jsonl file, or any other file as one; also of owner/name:file, a file in a
+    dataset repository of the hub. "" is the help text that comes with every Python, 700 KB of English."""
+    if not source:
+        return ["\n".join(topics[key] for key in sorted(topics))]
     path = Path(source)
     try:
         if not path.exists() and source.count(":") == 1 and "/" in source.split(":")[0]:
             path = Path(hf_hub_download(*source.split(":"), repo_type="dataset"))
-        return path.read_text(encoding="utf-8")
-    except Exception as error:  # no such file, not UTF-8, or one of the hub's dozen classes
-        raise UserError(f"cannot read {source}: {brief(error)}") from None
-
-
-def read_texts(source: str) -> list[str]:
-    """The documents of a .json or .jsonl source, or any other file as one; "" is the help text that comes
-    with every Python, about 700 KB of English."""
-    if not source:
-        return ["\n".join(topics[key] for key in sorted(topics))]
-    text = read_file(source)
-    try:
-        if source.endswith(".json"):
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
             return [row["text"] for row in json.loads(text)]
-        if source.endswith(".jsonl"):
-            return [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
-        return [text]
+        lines = [line for line in text.split("\n") if line.strip()] if path.suffix == ".jsonl" else []
+        return [json.loads(line)["text"] for line in lines] or [text]
     except (KeyError, TypeError, json.JSONDecodeError):
         raise UserError(f"{source}: want a list or lines of objects with a text field") from None
+    except Exception as error:  # no such file, not UTF-8, or one of the hub's dozen classes
+        raise UserError(f"cannot read {source}: {brief(error)}") from None
 
 
 def read_text(sources: Sequence[str]) -> list[str]:
@@ -240,25 +223,16 @@ class MemoryCacheLayer(hf.cache_utils.CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
 
-    def get_max_length(self) -> int:
-        return -1
-
     def reorder_cache(self, beams: Tensor) -> None:
         self.rows = [self.rows[i] for i in beams.tolist()]
-
-    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.rows = [row for row in self.rows for _ in range(repeats)]
 
-    def reset(self) -> None:
-        self.__init__()
-
     def crop(self, length: int) -> None:
-        raise ValueError(
-            "a memory cannot forget its last tokens: no assisted decoding, no cropping of a cache"
-        )
+        raise ValueError("a memory cannot forget its last tokens: no assisted decoding, no cropped cache")
 
+    batch_select_indices, reset, get_max_length = reorder_cache, __init__, lambda self: -1
     lazy_initialization = offload = prefetch = lambda self, *_: None
 
 
@@ -276,9 +250,8 @@ def _prepare_inputs(module, args, kwargs):
     position, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     # In training a carried state would only hold on to the graph.
-    kwargs["use_cache"] = use = (
-        module.config.use_cache and not torch.is_grad_enabled() if use is None else use
-    )
+    use = module.config.use_cache and not torch.is_grad_enabled() if use is None else use
+    kwargs["use_cache"] = use
     ours = cache is not None and any(isinstance(x, MemoryCacheLayer) for x in cache.layers)
     if not ours and (use or cache is not None) and linear_layers(module):
         if cache is not None and cache.get_seq_length():
@@ -361,13 +334,6 @@ def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
     return model
 
 
-def reconfigure(model: hf.PreTrainedModel, **changes) -> None:
-    """Another router, window or budget for a linearized model: nothing that has parameters."""
-    model.linearize_config = dataclasses.replace(model.linearize_config, **changes)
-    for layer in linear_layers(model).values():
-        layer.config = model.linearize_config
-
-
 @contextlib.contextmanager
 def as_teacher(model: hf.PreTrainedModel):
     """Inside, the model is its own frozen teacher: the same weights with their original attention."""
@@ -378,14 +344,18 @@ def as_teacher(model: hf.PreTrainedModel):
         model.set_attn_implementation(NAME)
 
 
+def digest(tensors: dict[str, Tensor], about: str = "") -> str:
+    """SHA-256 over names, dtypes, shapes and every bit: a flipped one is found."""
+    sha = hashlib.sha256(about.encode())
+    for name, x in sorted(tensors.items()):
+        sha.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        sha.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
+
+
 def fingerprint(model: hf.PreTrainedModel) -> str:
-    """SHA-256 over names and bits of every backbone tensor: it changes if anything was not frozen."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        if ".linear." not in name:
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    """Digest of the backbone: it changes if anything was not frozen."""
+    return digest({name: x for name, x in model.state_dict().items() if ".linear." not in name})
 
 
 # ----------------------------------------------------------------------------- 3. losses
@@ -511,19 +481,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 def some_weights(model: hf.PreTrainedModel) -> list[float]:
     """One weight of every backbone tensor: tells models apart, whatever the dtype they were loaded in."""
-    named = sorted(
-        (n, p) for n, p in model.named_parameters() if ".linear." not in n and p.device.type != "meta"
-    )
+    named = [x for x in sorted(model.named_parameters()) if ".linear." not in x[0] and not x[1].is_meta]
     return [p.flatten()[i * 7919 % p.numel()].item() for i, (_, p) in enumerate(named)]
-
-
-def digest(tensors: dict[str, Tensor], about: str) -> str:
-    """SHA-256 over everything an adapter says: a flipped bit is found."""
-    sha = hashlib.sha256(about.encode())
-    for name, x in sorted(tensors.items()):
-        sha.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        sha.update(x.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
 
 
 def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConfig | None = None) -> None:
@@ -535,14 +494,11 @@ def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConf
     about = dict(format=FORMAT, base_model=model.config._name_or_path, model_type=model.config.model_type,
                  layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
                  train=train and dataclasses.asdict(train), weights=some_weights(model))  # fmt: skip
-    tensors, text = (
-        {n: p.detach().cpu().contiguous() for n, p in new_parameters(model).items()},
-        json.dumps(about),
-    )
-    meta = dict(about=text, sha256=digest(tensors, text))
-    write_atomically(
-        Path(folder, "adapter_model.safetensors"), lambda p: save_file(tensors, p, metadata=meta)
-    )
+    tensors = {name: p.detach().cpu().contiguous() for name, p in new_parameters(model).items()}
+    meta = dict(about=json.dumps(about))
+    meta["sha256"] = digest(tensors, meta["about"])
+    path = Path(folder, "adapter_model.safetensors")
+    write_atomically(path, lambda p: save_file(tensors, p, metadata=meta))
     about["weights"] = f"{len(about['weights'])} numbers, in the other file"
     write_atomically(Path(folder, "adapter_config.json"), lambda p: p.write_text(json.dumps(about, indent=1)))
 
@@ -563,8 +519,7 @@ def load_linearized(model: hf.PreTrainedModel | str, folder: Path | str) -> hf.P
     except Exception as error:  # missing, truncated or foreign files
         raise UserError(f"{folder} holds no adapter this code can read: {brief(error)}") from None
     model = load_teacher(model)[0] if isinstance(model, str) else model
-    was = f"{folder} was trained on {about['base_model'] or 'another model'}"
-    kind = model.config.model_type
+    kind, was = model.config.model_type, f"{folder} was trained on {about['base_model'] or 'another model'}"
     if about["model_type"] != kind:
         raise UserError(f"{was}, a {about['model_type']} model; this one is {kind}")
     then, now = torch.tensor(about["weights"]), torch.tensor(some_weights(model))
@@ -586,15 +541,20 @@ def set_parameters(model: hf.PreTrainedModel, tensors: dict[str, Tensor], folder
             p.copy_(tensors[name])
 
 
+def settings_of(model: hf.PreTrainedModel, train: TrainConfig) -> str:
+    """What must be equal for a run to go on."""
+    settings = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
+    return json.dumps({k: v for k, v in settings.items() if k not in ("eval_tokens", "save_every")})
+
+
 def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list[dict]) -> None:
     """All that --resume needs in one file: its parts cannot disagree. Then metrics and the adapter."""
     state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
     state |= {name: p.detach().cpu() for name, p in new_parameters(model).items()}
-    settings = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
-    about = dict(settings=json.dumps(settings), records=json.dumps(records))
+    about = dict(settings=settings_of(model, train), records=json.dumps(records))
     write_atomically(out / "progress.safetensors", lambda p: save_file(state, p, metadata=about))
-    lines = [json.dumps(record) + "\n" for record in records]
-    write_atomically(out / "metrics.jsonl", lambda p: p.write_text("".join(lines)))
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_atomically(out / "metrics.jsonl", lambda p: p.write_text(lines))
     save_adapter(model, out, train)
 
 
@@ -605,8 +565,7 @@ def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]
             state, about = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()
     except Exception as error:
         raise UserError(f"nothing to resume in {out}: {brief(error)}") from None
-    now = json.loads(json.dumps(dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)))
-    then = json.loads(about["settings"]) | dict(eval_tokens=train.eval_tokens, save_every=train.save_every)
+    now, then = json.loads(settings_of(model, train)), json.loads(about["settings"])
     if changed := sorted(k for k in now if then.get(k) != now[k]):
         raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
     set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)
@@ -618,132 +577,8 @@ def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]
     return json.loads(about["records"])
 
 
-# ----------------------------------------------------------------------------- the command line
-
-
-def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """One --option per dataclass field. Defaults stay None, so that a preset knows what the user typed."""
-    group = parser.add_argument_group(config.__name__)
-    for field in dataclasses.fields(config):
-        kind, m = type(field.default), field.metadata
-        choices = "" if m["choices"] is None else f" ({', '.join(map(str, m['choices']))})"
-        shown = "" if field.default in ("", ()) else f" [{field.default}]"
-        how = dict(nargs="+", type=m["item"]) if kind is tuple else dict(type=kind)
-        group.add_argument(f"--{field.name.replace('_', '-')}", help=m["help"] + choices + shown, **how)
-
-
-def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig]:
-    """The dataclasses' defaults, then the preset's values, then what the user typed."""
-    values = dict(lookup(PRESETS, args.preset, "preset"))
-    values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
-
-    def pick(cls):
-        return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
-
-    return pick(LinearizeConfig), pick(TrainConfig)
-
-
-def check_writable(folder: Path) -> None:
-    """Find out now, not after an hour of training, whether results can be written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".writable").touch()
-    (folder / ".writable").unlink()
-
-
-def run(args: argparse.Namespace, report: Callable) -> None:
-    (config, train), out = configs_from(args), Path(args.out)
-    if train.seq_len <= config.exact_pairs:
-        pairs = config.exact_pairs
-        raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window = {pairs}")
-    check_writable(out)
-    model, tokenizer = load_teacher(train.model, train.dtype, train.device)
-    data = tokens, held_out = load_data(tokenizer, train)
-    frozen, before = sum(p.numel() for p in model.parameters()), fingerprint(model)
-    if args.adapter:  # go on from there, with another loss for example
-        load_linearized(model, args.adapter)
-    else:
-        linearize(model, config, train.layers or None, train.seed)
-    new = sum(p.numel() for p in new_parameters(model).values())
-    print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
-    print(f"linearized  {len(linear_layers(model))} layers with {new:,} new parameters ({new / frozen:.2%})")
-    print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
-    if train.steps and new:
-        train_adapters(model, tokens, train, out, args.resume)
-    if fingerprint(model) != before:
-        raise RuntimeError("a frozen weight has changed: a bug in this program")
-    print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); results in {out}/\n")
-    report(model, tokenizer, data, train, out / "results.json", before)
-
-
-def generate(args: argparse.Namespace) -> None:
-    """Stream text from a linearized model in constant memory, then say what it took."""
-    if not args.adapter:
-        raise UserError("generate needs --adapter DIR (python distill.py makes one)")
-    model, tokenizer = load_teacher(args.model, args.dtype or "auto", args.device or "auto")
-    load_linearized(model, args.adapter)
-    ids = tokenizer(
-        sys.stdin.read() if args.prompt == "-" else args.prompt, return_tensors="pt", verbose=False
-    )
-    if ids["input_ids"].numel() == 0:
-        raise UserError("the prompt is empty")
-    cache, streamer = hf.DynamicCache(), hf.TextStreamer(tokenizer, skip_prompt=True)
-    sampling = (
-        dict(do_sample=True, temperature=args.temperature, top_k=0)
-        if args.temperature
-        else dict(do_sample=False)
-    )
-    torch.manual_seed(args.seed or 0)
-    start = time.time()
-    out = model.generate(
-        **ids.to(model.device), past_key_values=cache, streamer=streamer, max_new_tokens=args.max_new_tokens,
-        prefill_chunk_size=1024, **sampling,
-    )  # fmt: skip
-    new, seconds = out.shape[1] - ids["input_ids"].shape[1], time.time() - start
-    size = sum(row.nbytes() for layer in cache.layers for row in getattr(layer, "rows", ()))
-    pairs = model.linearize_config.exact_pairs
-    print(f"\n{out.shape[1]} tokens of context, at most {pairs} exact pairs a query, state {size:,} bytes, "
-          f"{new} new tokens, {new / seconds:.1f} tokens/s with the prompt", file=sys.stderr)  # fmt: skip
-
-
-def command_line(run: Callable, describe: Callable, argv: list[str] | None = None) -> int:
-    """Parse, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
-    describe(parser)
-    parser.add_argument("--adapter", help="folder that distill.py wrote")
-    parser.add_argument("--preset", default="best", help=f"where options start ({', '.join(PRESETS)}) [best]")
-    add_options(parser, TrainConfig)
-    add_options(parser, LinearizeConfig)
-    args = parser.parse_args(argv)
-    try:
-        run(args)
-    except KeyboardInterrupt:
-        print("\ninterrupted; what was saved so far is kept", file=sys.stderr)
-        return 130
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error.strerror or error}: {error.filename or 'no file'}", file=sys.stderr)
-    else:
-        return 0
-    return 2
-
-
-def describe(parser: argparse.ArgumentParser) -> None:
-    parser.description = __doc__.splitlines()[0]
-    parser.add_argument("command", nargs="?", default="train", choices=("train", "generate"))
-    parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    parser.add_argument("--prompt", default="-", help="generate: text, or - for standard input [-]")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="generate: at most so many [200]")
-    parser.add_argument("--temperature", type=float, default=0.0, help="generate: 0 is greedy [0]")
-
-
-def main(report: Callable, argv: list[str] | None = None) -> int:
-    return command_line(lambda a: generate(a) if a.command == "generate" else run(a, report), describe, argv)
-
-
 if __name__ == "__main__":
     sys.modules["distill"] = sys.modules["__main__"]  # eval imports distill: this module, not a second copy
-    from eval import quick_report
+    from eval import distill_main
 
-    sys.exit(main(quick_report))
+    sys.exit(distill_main())

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,33 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import linear_attention
-from linear_attn import FEATURES, RULES, lookup, register, working_dtype
+from linear_attn import FEATURES, RULES, attend, exact_attention, option, register, validate, working_dtype
 
 MERGES: dict[str, type[nn.Module]] = {}
 ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
 ASK_THE_MEMORY = ("error", "mix")  # routers that need one
 SUMS = ("origin", "total", "square")  # of the moments, in a state
-
-
-def option(default, help: str, choices=None, low=None, high=None, item=str):
-    """A dataclass field that knows its help and its legal values; the command line is made from it."""
-    about = dict(help=help, choices=choices, low=low, high=high, item=item)  # item: type of a tuple's items
-    return dataclasses.field(default=default, metadata=about)
-
-
-def check_options(config) -> None:
-    """Raise a ValueError with one clear line if a field is outside its choices or range."""
-    for field in dataclasses.fields(config):
-        value, m = getattr(config, field.name), field.metadata
-        low, high = m["low"], math.inf if m["high"] is None else m["high"]
-        if m["choices"] is not None:
-            lookup(dict.fromkeys(m["choices"]), value, field.name)
-        elif isinstance(field.default, (int, float)) and not isinstance(value, (int, type(field.default))):
-            kind = "whole number" if isinstance(field.default, int) else "number"
-            raise ValueError(f"{field.name} must be a {kind}, got {value!r}")
-        elif low is not None and not low <= value <= high:
-            top = "" if m["high"] is None else f" and at most {high}"
-            raise ValueError(f"{field.name} must be at least {low}{top}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,6 @@ class LinearizeConfig:
     features: str = option("silu", "feature map of the memory's q and k", FEATURES)
     feature_dim: int = option(0, "feature dimension; 0: the head dimension", low=0, high=4096)
     memory_per: str = option("kv", "one memory per kv head or per query head", ("kv", "query"))
-    moments: str = option("diag", "covariance of the lse merge's mass estimate", ("mean", "diag"))
     rank: int = option(16, "rank of the per-channel decay projection", low=1)
     beta_bias: float = option(-2.0, "write strength at the start, before the sigmoid", low=-20, high=20)
     decay_bias: float = option(6.0, "decay at the start, before the sigmoid", low=-20, high=20)
@@ -85,7 +62,7 @@ class LinearizeConfig:
     impl: str = option("auto", "code of the recurrence", ("auto", "recurrent", "chunked", "triton"))
 
     def __post_init__(self):
-        check_options(self)
+        validate(self)
         if self.router == "recency":
             return
         if self.window < self.block or self.window % self.block:
@@ -105,92 +82,30 @@ class LinearizeConfig:
         return self.sinks + self.reach
 
 
-# ----------------------------------------------------------------------------- exact: sinks and window
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None):
-    """Softmax attention over one set of keys: q (..., G, R, C, K), k (..., G, L, K), v (..., G, L, V).
-
-    visible (..., 1 or G, C, L) -> o (..., G, R, C, V), log-sum-exp (..., G, R, C), p (..., G, R, C, L).
-    HAZARD: scores need float32. Qwen's reach thousands before scaling, where bfloat16 has steps of 8.
-    """
-    (R, C), dtype = q.shape[-3:-1], working_dtype(q)
-    score = (q.flatten(-3, -2).to(dtype) @ k.mT.to(dtype)).unflatten(-2, (R, C)) * scale
-    if softcap is not None:
-        score = torch.tanh(score / softcap) * softcap
-    score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
-    lse = score.logsumexp(-1)
-    p = (score - lse[..., None]).exp()
-    return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), lse, p
-
-
-def exact_attention(
-    q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, sinks: int, window: int, scale: float,
-    softcap: float | None = None, block: int = 64,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Softmax over (6), in linear time: (o (B,T,H,V), log-sum-exp of its scores (B,T,H)).
-
-    The T queries belong to the last T keys. They go in blocks: a block of C queries needs the window-1+C keys
-    that end with it. An empty exact set (s = w = 0) gives o = 0 and log-sum-exp -inf.
-    """
-    B, T, H, _ = q_bthk.shape
-    G, V, device, C = k_btgk.shape[2], v_btgv.shape[-1], q_bthk.device, min(block, T)
-    if T == 0 or sinks == window == 0:
-        nothing = q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
-        return v_btgv.new_zeros(B, T, H, V), nothing
-    N, L, first = -(-T // C), window - 1 + C, k_btgk.shape[1] - T
-    q_bnchk = F.pad(q_bthk, (0, 0, 0, 0, 0, N * C - T)).unflatten(1, (N, C))
-    at_nc1 = first + torch.arange(N * C, device=device).view(N, C, 1)
-    keys, values, visible = [], [], []
-    if sinks:  # a sink is visible from its own position on
-        for x, parts in ((k_btgk, keys), (v_btgv, values)):
-            parts.append(x[:, :sinks].transpose(1, 2)[:, None].expand(-1, N, -1, -1, -1))
-        visible.append(torch.arange(min(sinks, first + T), device=device) <= at_nc1)
-    if window:
-        for x, parts in ((k_btgk, keys), (v_btgv, values)):
-            parts.append(F.pad(x, (0, 0, 0, 0, window - 1 - first, N * C - T)).unfold(1, L, C).mT)
-        age_cl = torch.arange(C, device=device)[:, None] + window - 1 - torch.arange(L, device=device)
-        visible.append((age_cl >= 0) & (age_cl < window) & (at_nc1 - age_cl >= sinks))  # sinks count once
-    q_bngrck = q_bnchk.unflatten(3, (G, H // G)).permute(0, 1, 3, 4, 2, 5)
-    seen_n1cl = torch.cat(visible, -1)[:, None]
-    o, lse, _ = attend(q_bngrck, torch.cat(keys, -2), torch.cat(values, -2), seen_n1cl, scale, softcap)
-    o_bthv = o.permute(0, 1, 4, 2, 3, 5).reshape(B, N * C, H, V)[:, :T]
-    return o_bthv, lse.permute(0, 1, 4, 2, 3).reshape(B, N * C, H)[:, :T]
-
-
 # ----------------------------------------------------------------------------- what the memory absorbed
 
 
-def query_moments(
-    q_bthk: Tensor, count: Tensor, origin: Tensor, total: Tensor, square: Tensor | None
-) -> dict:
-    """What (9) needs of n = `count` keys, (1, T or 1): q.mu and q^T Sigma q, (B,T,H), Sigma diagonal.
+def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict:
+    """What (9) needs of n = `count` keys, (1, T or 1): q.mu and q^T Sigma q, (B,T,H), Sigma diagonal (a full
+    one was no better, and costs K x K).
 
-    Given are the sum of k - origin and of its square, (B, T or 1, G, K); `square` None: no Sigma. Moments are
-    taken around one key: Qwen's have biases of 100 and more, and E[k^2] - mu^2 would lose every digit of a
-    variance of 1 in float32.
+    Given are the sums of k - origin and of its square, (B, T or 1, G, K). HAZARD: moments are taken around
+    one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance of 1.
     """
-    q_btgrk = q_bthk.to(working_dtype(q_bthk)).unflatten(2, (total.shape[2], -1))
-    offset = total / count[..., None, None]
-    q_mean = torch.einsum("btgrk,btgk->btgr", q_btgrk, origin + offset).flatten(2)
-    moments = {"count": count, "q_mean": q_mean}
-    if square is not None:
-        variance = square / count[..., None, None] - offset.square()
-        moments["q_cov_q"] = torch.einsum("btgrk,btgk->btgr", q_btgrk.square(), variance).flatten(2)
-    return moments
+    q_btgrk, n = q_bthk.to(working_dtype(q_bthk)).unflatten(2, (total.shape[2], -1)), count[..., None, None]
+    variance = square / n - (total / n).square()
+    q_mean = torch.einsum("btgrk,btgk->btgr", q_btgrk, origin + total / n).flatten(2)
+    q_cov_q = torch.einsum("btgrk,btgk->btgr", q_btgrk.square(), variance).flatten(2)
+    return {"count": count, "q_mean": q_mean, "q_cov_q": q_cov_q}
 
 
-def running_moments(q_bthk: Tensor, k_btgk: Tensor, kind: str, count: int = 0, sums: dict | None = None):
-    """Moments of all keys up to k_t for every q_t, after `count` earlier ones: (moments, sums to go on from).
-
-    kind "mean": no Sigma; "diag": one variance a channel (a full Sigma was no better, and costs K x K)."""
-    k = k_btgk.to(working_dtype(k_btgk))
-    sums = sums or dict(origin=k[:, :1], total=torch.zeros_like(k[:, :1]), square=torch.zeros_like(k[:, :1]))
-    shifted = k - sums["origin"]
-    total, square = sums["total"] + shifted.cumsum(1), sums["square"] + shifted.square().cumsum(1)
-    n = count + torch.arange(1, k.shape[1] + 1, device=k.device, dtype=k.dtype)[None]
-    moments = query_moments(q_bthk, n, sums["origin"], total, square if kind == "diag" else None)
-    return moments, dict(origin=sums["origin"], total=total[:, -1:], square=square[:, -1:])
+def running_moments(q_bthk: Tensor, k_btgk: Tensor, count: int, sums: tuple[Tensor, Tensor, Tensor]):
+    """Moments of all keys up to k_t for every q_t, after `count` earlier ones: (moments, sums at the end)."""
+    origin, total, square = sums
+    shifted = k_btgk.to(origin.dtype) - origin
+    total, square = total + shifted.cumsum(1), square + shifted.square().cumsum(1)
+    n = count + torch.arange(1, k_btgk.shape[1] + 1, device=origin.device, dtype=origin.dtype)[None]
+    return query_moments(q_bthk, n, origin, total, square), (origin, total[:, -1:], square[:, -1:])
 
 
 # ----------------------------------------------------------------------------- short convolution
@@ -274,7 +189,7 @@ class LseMerge(nn.Module):
     def log_mass(self, q_bthk: Tensor, moments: dict[str, Tensor], scale: float) -> Tensor:
         """Equation (9), (B,T,H); `scale` is the model's 1/sqrt(d)."""
         linear = self.a1 * moments["q_mean"] + torch.einsum("bthk,hk->bth", q_bthk.to(self.u.dtype), self.u)
-        spread = self.a2 * moments["q_cov_q"] * (0.5 * scale**2) if "q_cov_q" in moments else 0.0
+        spread = self.a2 * moments["q_cov_q"] * (0.5 * scale**2)
         return moments["count"].log()[..., None] + linear * scale + spread + self.c
 
     def forward(self, o_exact, lse_exact, read, q, moments, scale):
@@ -320,13 +235,14 @@ def route_by_mix(pool: Pool) -> Tensor:
     return pool.received.scatter(1, surprising, torch.inf)
 
 
-@register(ROUTERS, "random")
-def route_at_random(pool: Pool) -> Tensor:
-    """The control: a hash of the position, so that a run can be repeated and split anywhere."""
-    return (torch.sin(pool.position.double() * 12.9898) * 43758.5453).remainder(1)
-
-
 # ----------------------------------------------------------------------------- the layer
+
+
+def take(x_blg: Tensor, place_bpg: Tensor) -> Tensor:
+    """Each head's own tokens: those at `place` of x (B,L,G) or (B,L,G,...)."""
+    if x_blg.dim() == 3:
+        return x_blg.gather(1, place_bpg)
+    return x_blg.gather(1, place_bpg[..., None].expand(*place_bpg.shape, x_blg.shape[-1]))
 
 
 @dataclass
@@ -349,6 +265,8 @@ class State:
     @staticmethod
     def join(rows: list[State]) -> State:
         """One state of several rows of equal count; never the same object as a row."""
+        if len(rows) == 1:
+            return State(rows[0].count, dict(rows[0].exact), dict(rows[0].rest))
         parts = ([getattr(row, name) for row in rows] for name in ("exact", "rest"))
         return State(rows[0].count, *({n: torch.cat([d[n] for d in ds]) for n in ds[0]} for ds in parts))
 
@@ -380,68 +298,61 @@ class LinearizedAttention(nn.Module):
             self.conv_k = ShortConv(c.conv, kv_heads, key_dim, c.conv_init)
             self.conv_v = ShortConv(c.conv, kv_heads, value_dim, c.conv_init)
 
-    def forward(
-        self,
-        q_bthk,
-        k_btgk,
-        v_btgv,
-        hidden_btd,
-        scale=None,
-        softcap: float | None = None,
-        state: State | None = None,
-    ) -> Tensor:
-        """A whole sequence or, with `state`, the next piece of one; the state is brought forward. `scale`
+    def forward(self, q_bthk, k_btgk, v_btgv, hidden_btd, scale=None, softcap=None, state=None) -> Tensor:
+        """A whole sequence or, with a `State`, the next piece of one; the state is brought forward. `scale`
         defaults to 1/sqrt(K); `softcap` as in Gemma 2."""
         if q_bthk.shape[1] == 0:
             return v_btgv.new_zeros(*q_bthk.shape[:3], self.value_dim)
         scale, past = self.key_dim**-0.5 if scale is None else scale, State() if state is None else state
         q_memory, bank, rest = self.enter(q_bthk, k_btgk, v_btgv, hidden_btd, past)
         path = self.shifted if self.config.router == "recency" else self.routed
-        out, exact = path(q_bthk, q_memory, bank, past, rest, scale, softcap)
+        out, exact = path(q_bthk, q_memory, bank, rest, past.count, scale, softcap)
         if state is not None:
             state.count, state.exact, state.rest = past.count + q_bthk.shape[1], exact, rest
         return out
 
     def enter(self, q, k, v, hidden, past: State) -> tuple[Tensor, dict, dict]:
-        """The memory's q; the bank of tokens, (B, L held + T new, ...) by name; what else the past holds.
+        """The memory's q; the bank of L held + T new tokens, by name (B, L+T, ...); the rest of the past.
 
-        Tokens that L tokens ago were followed by others now in the memory stand next to the new ones: for
-        softmax and for the memory the gap does not exist, because positions are in the keys (RoPE).
+        In the bank the last tokens held stand next to the new ones. That others between them and the sinks
+        are in the memory by now makes no difference: a token's position is in its key (RoPE).
         """
+        (B, T), G, c, rule = q.shape[:2], self.kv_heads, self.config, self.rule
         new, rest, q_memory = dict(k=k, v=v), dict(past.rest), q
-        if self.rule is not None:
-            new["code"] = self.rule.encode(hidden)
+        if rule is not None:
+            new["code"] = rule.encode(hidden)
+            if past.count == 0:
+                shape = B, rule.memory_heads, rule.feature_dim, self.value_dim + rule.normaliser
+                rest["S"] = torch.zeros(shape, dtype=working_dtype(v), device=v.device)
+                rest["origin"] = k[:, :1].to(rest["S"].dtype)
+                rest["total"] = rest["square"] = torch.zeros_like(rest["origin"])
         if self.conv_q is not None:
-            tail = self.config.conv - 1
-            joined = []
-            for name, x, conv in (("q", q, self.conv_q), ("k", k, self.conv_k), ("v", v, self.conv_v)):
-                before = rest.get(f"tail_{name}", x.new_zeros(x.shape[0], tail, *x.shape[2:]))
-                joined.append(conv(x, before).to(x.dtype))
-                rest[f"tail_{name}"] = torch.cat([before, x], 1)[:, x.shape[1] :]
-            q_memory, new["k_memory"], new["v_memory"] = joined
-        if self.config.router != "recency":  # each kv head keeps other tokens
-            (B, T), G = q.shape[:2], self.kv_heads
+            seen = {}
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                tail = rest.get(f"tail_{name}", x.new_zeros(B, c.conv - 1, *x.shape[2:]))
+                seen[name] = getattr(self, f"conv_{name}")(x, tail).to(x.dtype)
+                rest[f"tail_{name}"] = torch.cat([tail, x], 1)[:, T:]
+            q_memory, new["k_memory"], new["v_memory"] = seen.values()
+        if c.router != "recency":  # each kv head keeps other tokens
             at = past.count + torch.arange(T, device=q.device, dtype=torch.int32)
-            new["position"], new["received"] = (
-                at[:, None].expand(B, T, G),
-                q.new_zeros(B, T, G, dtype=torch.float32),
-            )
-            if self.rule is not None:
+            new["position"] = at[:, None].expand(B, T, G)
+            new["received"] = torch.zeros(B, T, G, device=q.device)
+            if rule is not None:
                 new["code"] = new["code"][:, :, None].expand(-1, -1, G, -1)
         bank = {name: torch.cat([past.exact[name], x], 1) if past.count else x for name, x in new.items()}
         return q_memory, bank, rest
 
-    def writes(self, bank: dict[str, Tensor], pick: Callable[[Tensor], Tensor]):
-        """The five inputs of equation (1) for the tokens of the bank that `pick` takes."""
-        k, v = bank.get("k_memory", bank["k"]), bank.get("v_memory", bank["v"])
-        return self.rule.writes(pick(bank["code"]), pick(k), pick(v))
+    def writes(self, tokens: dict[str, Tensor]) -> tuple:
+        """The five inputs of equation (1) for tokens of the bank."""
+        k, v = tokens.get("k_memory", tokens["k"]), tokens.get("v_memory", tokens["v"])
+        return self.rule.writes(tokens["code"], k, v)
 
-    def answer(self, o_bthv: Tensor, moments: dict[str, Tensor] | None) -> Tensor:
+    def answer(self, o_bthv: Tensor, moments: dict[str, Tensor]) -> Tensor:
         """The memory's read from o = S^T q. A merge with moments wants an average of values, not a sum."""
-        read = self.rule.read(o_bthv)
-        return read / moments["count"][..., None, None] if moments and self.rule.sums else read
+        read, average = self.rule.read(o_bthv), self.rule.sums and self.merge.uses_moments
+        return read / moments["count"][..., None, None] if average else read
 
-    def shifted(self, q_bthk, q_memory, bank, past: State, rest: dict, scale: float, softcap: float | None):
+    def shifted(self, q_bthk, q_memory, bank, rest: dict, n: int, scale: float, softcap: float | None):
         """Recency, in one call: (6) for the last T of the bank's N tokens, (7) for those that leave.
 
         The token that leaves at query t is t-w: queries from s+w on, and tokens from s on, go in step."""
@@ -449,104 +360,97 @@ class LinearizedAttention(nn.Module):
         out, lse = exact_attention(q_bthk, bank["k"], bank["v"], c.sinks, c.reach, scale, softcap)
         first = max(c.exact_pairs - (N - T), 0)  # the first query with a memory; before it, the teacher
         if self.rule is not None and first < T:
-            written, moments = slice(c.sinks, N - c.reach), None
-            o, rest["S"] = linear_attention(
-                self.rule.queries(q_memory[:, first:]), *self.writes(bank, lambda x: x[:, written]),
-                rest.get("S"), chunk=c.chunk, impl=c.impl,
-            )  # fmt: skip
-            if self.merge.uses_moments:
-                before = past.count - (N - T), {k: rest[k] for k in SUMS} if "total" in rest else None
-                moments, sums = running_moments(q_bthk[:, first:], bank["k"][:, written], c.moments, *before)
-                rest |= sums
-            read, q = self.answer(o, moments), q_bthk[:, first:]
-            merged = self.merge(out[:, first:], lse[:, first:], read, q, moments, scale)
+            left, q = {name: x[:, c.sinks : N - c.reach] for name, x in bank.items()}, q_bthk[:, first:]
+            q_in, writes = self.rule.queries(q_memory[:, first:]), self.writes(left)
+            o, rest["S"] = linear_attention(q_in, *writes, rest["S"], chunk=c.chunk, impl=c.impl)
+            moments, sums = running_moments(q, left["k"], n - (N - T), tuple(rest[name] for name in SUMS))
+            rest |= dict(zip(SUMS, sums))
+            merged = self.merge(out[:, first:], lse[:, first:], self.answer(o, moments), q, moments, scale)
             out = torch.cat([out[:, :first], merged], 1)
         if N > c.exact_pairs:
             bank = {name: torch.cat([x[:, : c.sinks], x[:, N - c.reach :]], 1) for name, x in bank.items()}
         return out, bank
 
-    def routed(self, q_bthk, q_memory, bank, past: State, rest: dict, scale: float, softcap: float | None):
+    def routed(self, q_bthk, q_memory, bank, rest: dict, n: int, scale: float, softcap: float | None):
         """Blocks of queries; after each the router says who of the pool stays exact, and the rest is written.
 
         A query in the block that ends at `border` sees the sinks, `budget` routed tokens a kv head, and the
         window from border - window on: at most sinks + budget + window pairs. The pool is the routed tokens
         and the block that leaves the window. Every token is in one place, none is dropped or written twice.
-        The choice carries no gradient and looks only backward.
         """
-        c, (B, T, H, _), G, n = self.config, q_bthk.shape, self.kv_heads, past.count
-        N, q_in, count = bank["k"].shape[1], None, n - (bank["k"].shape[1] - T)  # count: tokens in the memory
-        gone = count  # position - gone is a token's place in the bank, sinks and routed ones aside
+        c, (B, T, H, _), G, N = self.config, q_bthk.shape, self.kv_heads, bank["k"].shape[1]
+        gone = count = n - (
+            N - T
+        )  # tokens in the memory; a later token's place in the bank is position - gone
         place = torch.arange(N, device=q_bthk.device)[:, None].expand(B, N, G)
+        q_in = None if self.rule is None else self.rule.queries(q_memory)
 
         def oldest(t: int) -> int:
             """The first token of the window that query t sees."""
             return max(t - t % c.block + c.block - c.window, c.sinks)
 
-        def take(x: Tensor, place_blg: Tensor) -> Tensor:
-            """Each head's own tokens."""
-            if x.dim() == 3:
-                return x.gather(1, place_blg)
-            return x.gather(1, place_blg[..., None].expand(*place_blg.shape, x.shape[-1]))
-
-        def recall_error() -> Tensor:
-            key, value, *_ = self.writes(bank, lambda x: take(x, pool))
-            read = self.rule.read(torch.einsum("bphk,bhkv->bphv", key, S)) / (
-                max(count, 1) if self.rule.sums else 1
-            )
-            return (value[..., : self.value_dim] - read).norm(dim=-1).unflatten(2, (G, -1)).mean(3)
-
-        if self.rule is not None:
-            q_in = self.rule.queries(q_memory)
-            value_dim = self.value_dim + self.rule.normaliser
-            S = rest.get("S", q_in.new_zeros(B, self.rule.memory_heads, q_in.shape[-1], value_dim))
-            origin = rest.get("origin", bank["k"][:, :1].to(S.dtype))
-            total, square = (rest.get(x, torch.zeros_like(origin)) for x in ("total", "square"))
         routed, t, outputs = place[:, c.sinks : min(oldest(n), n) - gone], n, []
         while t < n + T:
-            border, now = t - t % c.block + c.block, slice(t - n, min(t - t % c.block + c.block - n, T))
-            t1 = n + now.stop
-            seen = torch.cat(
-                [place[:, : min(c.sinks, t1)], routed, place[:, oldest(t) - gone : t1 - gone]], 1
+            border = t - t % c.block + c.block
+            end = min(border, n + T)
+            now, window = slice(t - n, end - n), place[:, oldest(t) - gone : end - gone]
+            seen = torch.cat([place[:, : min(c.sinks, end)], routed, window], 1)
+            # Before the first choice of this call, that is the bank as it stands: decoding copies nothing.
+            k, v = (
+                (take(bank[x], seen) if t > n else bank[x][:, : end - gone]).transpose(1, 2) for x in "kv"
             )
-            visible = seen.transpose(1, 2)[:, :, None] <= place[0, t - gone : t1 - gone, :1]
+            visible = seen.transpose(1, 2)[:, :, None] <= place[0, t - gone : end - gone, :1]
             q_bgrck = q_bthk[:, now].unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4)
-            k_bglk, v_bglv = (take(bank[name], seen).transpose(1, 2) for name in ("k", "v"))
-            o, lse, p = attend(q_bgrck, k_bglk, v_bglv, visible, scale, softcap)
+            o, lse, p = attend(q_bgrck, k, v, visible, scale, softcap)
             out, lse = o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
-            share_blg = p.detach().sum((2, 3)).transpose(1, 2)
-            bank["received"] = bank["received"].scatter_add(1, seen, share_blg.to(bank["received"]))
+            share = p.detach().sum((2, 3)).transpose(1, 2).to(bank["received"])
+            bank["received"] = bank["received"].scatter_add(1, seen, share)
             if count and q_in is not None:
-                moments = None
-                if self.merge.uses_moments:
-                    known = S.new_full((1, 1), count), origin, total, square if c.moments == "diag" else None
-                    moments = query_moments(q_bthk[:, now], *known)
-                q_bcgrk = q_in[:, now].unflatten(2, (S.shape[1], -1))
-                read = self.answer(torch.einsum("bcgrk,bgkv->bcgrv", q_bcgrk, S).flatten(2, 3), moments)
-                out = self.merge(out, lse, read, q_bthk[:, now], moments, scale)
+                known = rest["S"].new_full((1, 1), count), *(rest[name] for name in SUMS)
+                moments = query_moments(q_bthk[:, now], *known)
+                q_bcgrk = q_in[:, now].unflatten(2, (rest["S"].shape[1], -1))
+                o_memory = torch.einsum("bcgrk,bgkv->bcgrv", q_bcgrk, rest["S"]).flatten(2, 3)
+                out = self.merge(out, lse, self.answer(o_memory, moments), q_bthk[:, now], moments, scale)
             outputs.append(out)
-            if t1 == border:
+            if end == border:
                 left = place[:, oldest(t) - gone : oldest(border) - gone]
-                pool, evicted = torch.cat([routed, left], 1), None
-                routed = pool
-                if pool.shape[1] > c.budget:
-                    with torch.no_grad():
-                        known = take(bank["position"], pool), take(bank["received"], pool)
-                        score = ROUTERS[c.router](Pool(*known, recall_error, c.budget))
-                    order = score.argsort(dim=1, descending=True, stable=True)
-                    parts = order.tensor_split([c.budget], 1)
-                    routed, evicted = (pool.gather(1, part).sort(1).values for part in parts)
-                    count += evicted.shape[1]
-                if evicted is not None and q_in is not None:  # written in position order
-                    writes = self.writes(bank, lambda x, evicted=evicted: take(x, evicted))
-                    _, S = linear_attention(writes[0], *writes, S, chunk=c.chunk, impl=c.impl)
-                    shift = take(bank["k"], evicted).to(S.dtype) - origin
-                    total, square = total + shift.sum(1, True), square + shift.square().sum(1, True)
+                routed, evicted = self.choose(bank, torch.cat([routed, left], 1), rest, count)
+                if evicted.shape[1] and q_in is not None:
+                    self.write({name: take(x, evicted) for name, x in bank.items()}, rest)
+                count += evicted.shape[1]
                 bank["received"] = bank["received"] * 0.5 ** (c.block / c.half_life)
-            t = t1
-        keep = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, oldest(t) - gone :]], 1)
-        if q_in is not None:
-            rest |= dict(S=S, origin=origin, total=total, square=square)
-        return torch.cat(outputs, 1), {name: take(x, keep) for name, x in bank.items()}
+            t = end
+        if n // c.block != t // c.block:  # tokens were evicted: keep the others
+            kept = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, oldest(t) - gone :]], 1)
+            bank = {name: take(x, kept) for name, x in bank.items()}
+        return torch.cat(outputs, 1), bank
+
+    @torch.no_grad()
+    def choose(self, bank: dict, pool: Tensor, rest: dict, count: int) -> tuple[Tensor, Tensor]:
+        """(who stays exact, who is evicted): places in the bank, each in position order. No gradient."""
+
+        def recall_error() -> Tensor:
+            key, value, *_ = self.writes({name: take(x, pool) for name, x in bank.items()})
+            read = self.rule.read(torch.einsum("bphk,bhkv->bphv", key, rest["S"]))
+            read = read / max(count, 1) if self.rule.sums else read
+            return (
+                (value[..., : self.value_dim] - read).norm(dim=-1).unflatten(2, (self.kv_heads, -1)).mean(3)
+            )
+
+        budget = self.config.budget
+        if pool.shape[1] <= budget:
+            return pool, pool[:, :0]
+        known = take(bank["position"], pool), take(bank["received"], pool)
+        score = ROUTERS[self.config.router](Pool(*known, recall_error, budget))
+        order = score.argsort(dim=1, descending=True, stable=True)
+        return tuple(pool.gather(1, part).sort(1).values for part in order.tensor_split([budget], 1))
+
+    def write(self, tokens: dict[str, Tensor], rest: dict) -> None:
+        """Evicted tokens enter the memory: the state, and the sums of the moments."""
+        writes, shifted = self.writes(tokens), tokens["k"].to(rest["S"].dtype) - rest["origin"]
+        _, rest["S"] = linear_attention(writes[0], *writes, rest["S"], self.config.chunk, self.config.impl)
+        rest["total"] = rest["total"] + shifted.sum(1, True)
+        rest["square"] = rest["square"] + shifted.square().sum(1, True)
 
     def variant(self, **changes) -> LinearizedAttention:
         """The same parameters under another config: what a control is. `merge="off"`: no memory at all."""
@@ -557,18 +461,6 @@ class LinearizedAttention(nn.Module):
         if other.config.merge == "off":
             other.merge, other.rule, other.conv_q = MERGES["off"](self.heads, self.key_dim), None, None
         return other
-
-    def state_bytes(self, length: int, dtype: torch.dtype) -> int:
-        """Bytes of the state after `length` tokens of one row, counted on tensors without storage."""
-        layer, state = copy.deepcopy(self).to("meta"), State()
-        n = min(
-            length,
-            self.config.exact_pairs // self.config.block * self.config.block + 2 * self.config.block - 1,
-        )
-        shapes = (self.heads, self.key_dim), (self.kv_heads, self.key_dim), (self.kv_heads, self.value_dim)
-        q, k, v = (torch.empty(1, n, *shape, dtype=dtype, device="meta") for shape in shapes)
-        layer(q, k, v, torch.empty(1, n, self.d_model, dtype=dtype, device="meta"), state=state)
-        return state.nbytes()
 
 
 # ----------------------------------------------------------------------------- what transformers calls
@@ -604,10 +496,9 @@ def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap: float
     """The teacher's softmax, for layers that keep it: T queries, the last of all keys; 2-D padding mask."""
     T, N, G = q.shape[1], k.shape[1], k.shape[2]
     if softcap is None and mask_bt is None and T in (1, N):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=T > 1, scale=scale, enable_gqa=True
-        ).transpose(1, 2)
+        x = (y.transpose(1, 2) for y in (q, k, v))
+        out = F.scaled_dot_product_attention(*x, is_causal=T > 1, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
     at = torch.arange(N, device=q.device)
     visible = (at <= at[N - T :, None])[None, None]
     if mask_bt is not None:
@@ -632,44 +523,46 @@ def attention_forward(
         raise ValueError(f"layer {module.layer_idx} has sink logits or a position bias")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
-    mode = "full" if layer is None else layer.controller.mode
-    if mode in ("full", "probe"):
-        out = full_attention(q, k, v, attention_mask, scale, softcap)
     if layer is None:
+        out = full_attention(q, k, v, attention_mask, scale, softcap)
         return out if attention_mask is None else out.nan_to_num(0.0), None
     if k.shape[1] != T:
         raise ValueError("a linearized layer was given past keys: pass past_key_values of the model itself")
     hidden, layer.hidden = layer.hidden, None  # kept longer, it would hold on to the graph
-    if mode == "probe":
+    if layer.controller.mode == "probe":
         if attention_mask is not None:
             raise ValueError("layers are compared on sequences without padding")
+        out = full_attention(q, k, v, None, scale, softcap)
         layer.controller.probe(module, out, lambda other: other(q, k, v, hidden, scale, softcap))
         return out, None
-    layer, order, lengths = layer.variant(**layer.controller.variants[mode]), None, [T] * B
-    if attention_mask is not None:
-        # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
-        real = attention_mask[:, -T:].bool()
-        order, lengths = (~real).int().argsort(dim=1, stable=True)[:, :, None], real.sum(1).tolist()
-        q, k, v = (x.gather(1, order[..., None].expand_as(x)) for x in (q, k, v))
-        hidden = hidden.gather(1, order.expand_as(hidden))
+    layer, x = layer.variant(**layer.controller.variants[layer.controller.mode]), (q, k, v, hidden)
+    if attention_mask is None:
+        return by_rows(layer, x, [T] * B, memory, scale, softcap), None
+    # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
+    real = attention_mask[:, -T:].bool()
+    order = (~real).int().argsort(dim=1, stable=True)
+    x = [y.gather(1, order.view(B, T, *(1,) * (y.dim() - 2)).expand_as(y)) for y in x]
+    out = by_rows(layer, x, real.sum(1).tolist(), memory, scale, softcap)
+    out = torch.zeros_like(out).scatter(1, order[:, :, None, None].expand_as(out), out)
+    return out * real[:, :, None, None].to(out.dtype), None
+
+
+def by_rows(layer, x, lengths: list[int], memory, scale: float, softcap: float | None) -> Tensor:
+    """All rows at once, or with a `memory` those together that are in step: equally far, equally long."""
     if memory is None:
-        out = layer(q, k, v, hidden, scale, softcap)
-    else:
-        memory.rows, alike = memory.rows or [State() for _ in range(B)], {}
-        out = v.new_zeros(B, T, *q.shape[2:3], v.shape[-1])
-        for b, row in enumerate(memory.rows):  # rows in step with each other go together
-            alike.setdefault((row.count, lengths[b]), []).append(b)
-        for (_, length), rows in alike.items():
-            if length:
-                state = State.join([memory.rows[b] for b in rows])
-                pieces = (x[rows, :length] for x in (q, k, v, hidden))
-                out[rows, :length] = layer(*pieces, scale, softcap, state)
-                for i, b in enumerate(rows):
-                    memory.rows[b] = state.row(i)
-    if order is not None:
-        out = torch.zeros_like(out).scatter(1, order[..., None].expand_as(out), out)
-        out = out * real[:, :, None, None].to(out.dtype)
-    return out, None
+        return layer(*x, scale, softcap)
+    alike: dict[tuple[int, int], list[int]] = {}
+    memory.rows = memory.rows or [State() for _ in lengths]
+    for b, row in enumerate(memory.rows):
+        alike.setdefault((row.count, lengths[b]), []).append(b)
+    out = x[2].new_zeros(*x[0].shape[:3], x[2].shape[-1])
+    for (_, length), rows in alike.items():
+        if length:
+            state = State.join([memory.rows[b] for b in rows])
+            out[rows, :length] = layer(*(y[rows, :length] for y in x), scale, softcap, state)
+            for i, b in enumerate(rows):
+                memory.rows[b] = state.row(i)
+    return out
 
 
 def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):

@@ -8,16 +8,13 @@ What you will learn here (read linear_attn.py first; its equations (1)-(5) go on
 
 Forward. With the erase key e_t = b_t k_t, the value x_t = w_t v_t (made in PyTorch: autograd takes care of b
 and w) and D_t = Diag(exp g_t), a per-head g_t repeated over channels, (1) is
-
     (6)  u_t = x_t - S_{t-1}^T D_t e_t          S_t = D_t S_{t-1} + k_t u_t^T          o_t = S_t^T q_t
 
 so e_t reads the memory as q_t does, one step earlier. Unrolled in a chunk that starts from state S, with
 G_i = g_1 + ... + g_i,
-
     (7)  S_i = Diag(exp G_i) S + sum_{j<=i} Diag(exp(G_i - G_j)) k_j u_j^T
 
 and what a reader i sees of a key j is one number: N for readers e (j < i), P for readers q (j <= i).
-
     (8)  N_ij = sum_k e_ik k_jk exp(G_ik - G_jk)          P_ij = sum_k q_ik k_jk exp(G_ik - G_jk)
     (9)  exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)          j <= m < i, both factors <= 1
 
@@ -26,7 +23,6 @@ between the two does not. If l is the highest bit in which the positions i and j
 2^l tokens lies between them: log2(C) masked products, one a level l, give all pairs. G is float64, so that
 -1000 next to -0.001 costs no digit of a difference. With Q_in = Q * exp G, E_in = E * exp G (decayed from the
 chunk's entry) and K_out = K * exp(G_C - G) (decayed to its exit):
-
     (10) U = X (x - E_in S)          X = (I + N)^{-1}
     (11) O = Q_in S + P U
     (12) S' = Diag(exp G_C) S + K_out^T U
@@ -36,14 +32,12 @@ explodes for equal keys with b = 1.
 
 Backward, given dO and the exit state's gradient dS'. U enters (11), (12); R = x - E_in S and N enter (10),
 with d(X) = -X dN X:
-
     (13) dU = P^T dO + K_out dS'
     (14) dR = X^T dU          (= dx)
     (15) dS = Diag(exp G_C) dS' + Q_in^T dO - E_in^T dR
     (16) dP = tril(dO U^T)          dN = -tril(dR U^T, -1)
 
 A reader z with output gradient y and M = P or N (q has y = dO; e has y = dR and all its terms negative) gets
-
     (17) dz_i = exp(G_i) * S y_i + sum_j dM_ij exp(G_i - G_j) * k_j
     (18) dk_j = exp(G_C - G_j) * dS' u_j + sum_readers sum_i dM_ij exp(G_i - G_j) * z_i
     (19) dg_t = exp(G_C) * rowsum(S * dS') + sum_{j<t} (k_j * dk_j, exit term)
@@ -53,12 +47,11 @@ The textbook's single sum of z dz - k dk subtracts terms of order one whose diff
 
 Precision: tiles are float32. 16-bit inputs use tf32 products (3 bits above bfloat16, no float16 overflow),
 float32 inputs full float32 unless torch.set_float32_matmul_precision allows tf32. Only the inputs are saved.
+Production kernels have bfloat16 operands, 16-token blocks for (8), scalar decays, tuned tiles.
 
 Hazards: `tl.trans` of a product that feeds a product was miscompiled on Hopper: use memory. Interpreted
 bfloat16 products are wrong and stores truncate: here both are float32, and PyTorch rounds. Unrolled loops and
-run-time strides spill. Grid axis 1 ends at 65,535: what grows is on axis 0.
-
-Production kernels have bfloat16 operands, 16-token blocks for (8), scalar decays, tuned tiles."""
+run-time strides spill. Grid axis 1 ends at 65,535: what grows is on axis 0."""
 
 from __future__ import annotations
 
@@ -69,7 +62,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from linear_attn import chunked, empty_state, lookup, recurrent, register
 
@@ -81,133 +73,109 @@ except ImportError:  # the torch paths work without it, and so does reading the 
     triton = tl = constexpr = None
 
 jit: Callable = triton.jit if triton else (lambda kernel: kernel)
-INTERPRETED = (
-    triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-)  # fixed at import, as in Triton
+INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"  # fixed at import
 LAUNCH = dict(num_warps=8, num_stages=1)  # of every kernel; tests/gpu_check.py compiles with them
+IMPLEMENTATIONS: dict[str, Callable] = {"recurrent": recurrent, "chunked": chunked}  # "triton" is below
+say_once = functools.cache(print)
 
 # ---------------------------------------------------------------------------- tiles
-# A memory is a (batch, g) pair; its R query heads are neighbours. N chunks of C tokens, t0 the chunk's first.
-# z: a reader, q or e; R_Z of them a memory. `row` counts (batch, head) pairs, `index` chunks of rows.
+# rows = (row, heads, t0, T): time t0 and after, of the row-th (batch, head) pair of a (batch, T, heads, D)
+# tensor. cols = (d0, D): channel d0 and after. A tile is [C, BD] of those. The index-th of many (K, V) states
+# is such a tensor, K for the time and one head: rows = (index, 1, k0, K). So is one of many [C, C] matrices.
 
 
 @jit
-def tile(ptr, row, heads: constexpr, t0, T, c, d0, D: constexpr, BD: constexpr):
-    """Addresses of a (batch, T, heads, D) tensor at times t0 + c and BD channels from d0 on; which exist.
+def tile(ptr, rows, c, cols, BD: constexpr):
+    """The addresses of times t0 + c in a tile, and which of them exist.
 
-    The tile's corner is computed in 64 bits, since it passes 2^31 in real training runs: row or t0 is int64."""
-    d = d0 + tl.arange(0, BD)
+    The corner is computed in 64 bits, row and t0 being int64, since it passes 2^31 in real training runs."""
+    row, heads, t0, T = rows
+    d, D = cols[0] + tl.arange(0, BD), cols[1]
     corner = ptr + ((row // heads * T + t0) * heads + row % heads) * D
     return corner + (c[:, None] * (heads * D) + d[None, :]), (c < T - t0)[:, None] & (d < D)[None, :]
 
 
 @jit
-def load(ptr, row, heads: constexpr, t0, T, d0, D: constexpr, C: constexpr, BD: constexpr):
-    """Tile [C, BD] in float32, 0 outside: a token beyond T has q = k = v = 0 and changes nothing.
-
-    The index-th of many states (K, V) is such a tensor too: row = index, one head, K for the time."""
-    at, inside = tile(ptr, row, heads, t0, T, tl.arange(0, C), d0, D, BD)
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+def load(ptr, rows, cols, C: constexpr, BD: constexpr):
+    """The tile in float32, 0 where nothing exists: a token beyond T has q = k = v = 0 and changes nothing."""
+    at, exists = tile(ptr, rows, tl.arange(0, C), cols, BD)
+    return tl.load(at, mask=exists, other=0.0).to(tl.float32)
 
 
 @jit
-def store(ptr, x, row, heads: constexpr, t0, T, d0, D: constexpr, C: constexpr, BD: constexpr):
+def store(ptr, x, rows, cols, C: constexpr, BD: constexpr):
     """The inverse of `load`."""
-    at, inside = tile(ptr, row, heads, t0, T, tl.arange(0, C), d0, D, BD)
-    tl.store(at, x, mask=inside)
+    at, exists = tile(ptr, rows, tl.arange(0, C), cols, BD)
+    tl.store(at, x, mask=exists)
 
 
 @jit
-def load_square(ptr, index, TRANSPOSED: constexpr, C: constexpr):
-    """The index-th of many [C, C] matrices. Transposed by its addresses, never by tl.trans: see Hazards."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    return tl.load(ptr + index * C * C + (j * C + i if TRANSPOSED else i * C + j))
+def load_transposed(ptr, index, C: constexpr):
+    """The transpose of the index-th [C, C] matrix, made by its addresses: for tl.trans see Hazards."""
+    return tl.load(ptr + index * C * C + tl.arange(0, C)[None, :] * C + tl.arange(0, C)[:, None])
 
 
 @jit
-def decay(
-    G, row, heads: constexpr, N, t0, since, until, d0, D: constexpr, DECAY: constexpr, C: constexpr,
-    BD: constexpr,
-):  # fmt: skip
+def decay(G, rows, since, until, cols, DECAY: constexpr, BD: constexpr):
     """(9): exp(g_since + ... + g_{until-1}) for positions in the chunk at t0: 0 its start, C its end.
 
-    G holds sums over all tokens before a position, hence one more row than there are. No decay: 1."""
+    G holds the sum over all tokens before a position, one position more than there are. No DECAY: 1."""
     factor = tl.full([1, 1], 1.0, tl.float32)
     if DECAY:
-        at, inside = tile(G, row, heads, t0, N * C + 1, since, d0, D, BD)
-        start = tl.load(at, mask=inside, other=0.0)
-        at, inside = tile(G, row, heads, t0, N * C + 1, until, d0, D, BD)
-        factor = tl.exp((tl.load(at, mask=inside, other=0.0) - start).to(tl.float32))
+        at, exists = tile(G, rows, since, cols, BD)
+        start = tl.load(at, mask=exists, other=0.0)
+        at, exists = tile(G, rows, until, cols, BD)
+        factor = tl.exp((tl.load(at, mask=exists, other=0.0) - start).to(tl.float32))
     return factor
 
 
 @jit
-def split_decay(
-    G, row, heads: constexpr, N, t0, level, OF_KEYS: constexpr, d0, D: constexpr, DECAY: constexpr,
-    C: constexpr, BD: constexpr,
-):  # fmt: skip
-    """(9)'s factor of the readers, from the last border of this level, or (OF_KEYS) to the next one."""
+def through_pairs(M, b, G, times, cols, LEVELS, TO_KEYS: constexpr, DECAY: constexpr, C: constexpr,
+                  BK: constexpr, PREC: constexpr):  # fmt: skip
+    """sum_{j<i} M_ij exp(G_i - G_j) b_j for all i, as in (17), or (TO_KEYS) the sum over i > j of (18).
+
+    TO_KEYS: M comes transposed, b_i is a reader's, and the result is a key's."""
     c = tl.arange(0, C)
-    border = c >> level << level
-    if OF_KEYS:
-        return decay(G, row, heads, N, t0, c + 1, border + (1 << level), d0, D, DECAY, C, BD)
-    else:
-        return decay(G, row, heads, N, t0, border, c + 1, d0, D, DECAY, C, BD)
-
-
-@jit
-def select(M, level, TRANSPOSED: constexpr, DECAY: constexpr, C: constexpr):
-    """M where j < i and the level's border is between them; without decay no border is needed. Else 0."""
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    known = i < j if TRANSPOSED else j < i
-    if DECAY:
-        known = known & ((i ^ j) >> level == 1)
-    return tl.where(known, M, 0.0)
-
-
-@jit
-def through_pairs(
-    M, b, G, row, heads: constexpr, N, t0, k0, LEVELS, TO_KEYS: constexpr, K: constexpr, DECAY: constexpr,
-    C: constexpr, BK: constexpr, PREC: constexpr,
-):  # fmt: skip
-    """sum_{j<i} M_ij exp(G_i - G_j) b_j for all i, as in (17); TO_KEYS: sum_{i>j} M_ij ... b_i, as in (18).
-
-    TO_KEYS takes M transposed. Two tiles, M and the sum, live through a loop over levels."""
+    i, j = (c[None, :], c[:, None]) if TO_KEYS else (c[:, None], c[None, :])
     total = tl.zeros([C, BK], tl.float32)
-    for level in range(LEVELS):  # a run-time number: unrolled, the kernel spills
-        b_in = b * split_decay(G, row, heads, N, t0, level, not TO_KEYS, k0, K, DECAY, C, BK)
-        met = tl.dot(select(M, level, TO_KEYS, DECAY, C), b_in, input_precision=PREC)
-        total += met * split_decay(G, row, heads, N, t0, level, TO_KEYS, k0, K, DECAY, C, BK)
+    for level in range(LEVELS):
+        start = c >> level << level
+        reader, key = (start, c + 1), (c + 1, start + (1 << level))
+        near, far = (key, reader) if TO_KEYS else (reader, key)
+        met = tl.where((i > j) & (((i ^ j) >> level == 1) | (not DECAY)), M, 0.0)
+        met = tl.dot(met, b * decay(G, times, far[0], far[1], cols, DECAY, BK), input_precision=PREC)
+        total += met * decay(G, times, near[0], near[1], cols, DECAY, BK)
     return total
 
 
 # ---------------------------------------------------------------------------- kernels
+# A memory is a (batch, g) pair; its R query heads are neighbours. N chunks. z: a reader, q or e.
+# `key` and `reader` are the rows of this chunk's keys and readers, `times` those of the decay sums G.
 
 
 @jit
-def products_kernel(
-    z, k, G, out, z_in, k_out, T, N, LEVELS, R_Z: constexpr, HEADS: constexpr, K: constexpr, DECAY: constexpr,
-    INVERT: constexpr, C: constexpr, BK: constexpr, PREC: constexpr,
-):  # fmt: skip
+def products_kernel(z, k, G, out, z_in, k_out, T, N, LEVELS, R_Z: constexpr, HEADS: constexpr, K: constexpr,
+                    DECAY: constexpr, INVERT: constexpr, C: constexpr, BK: constexpr,
+                    PREC: constexpr):  # fmt: skip
     """(8) by (9): P, or (INVERT) X; and Q_in or E_in, K_out. One program a chunk and reader."""
-    index, n = tl.program_id(0).to(tl.int64), tl.program_id(0) % N
-    z_row, row, t0 = index // N, index // N // R_Z, n.to(tl.int64) * C
+    index, t0 = tl.program_id(0).to(tl.int64), (tl.program_id(0) % N).to(tl.int64) * C
+    z_row, row = index // N, index // N // R_Z
+    reader, key, times = (z_row, HEADS * R_Z, t0, T), (row, HEADS, t0, T), (row, HEADS, t0, N * C + 1)
     i, j, c, zero = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C), tl.arange(0, 1)
     M = tl.zeros([C, C], tl.float32)
     for k0 in range(0, K, BK):  # M is a sum over channels: a block of them at a time
-        bz = load(z, z_row, HEADS * R_Z, t0, T, k0, K, C, BK)
-        bk = load(k, row, HEADS, t0, T, k0, K, C, BK)
-        for level in range(LEVELS):
-            right = bz * split_decay(G, row, HEADS, N, t0, level, False, k0, K, DECAY, C, BK)
-            left = bk * split_decay(G, row, HEADS, N, t0, level, True, k0, K, DECAY, C, BK)
+        cols = (k0, K)
+        bz, bk = load(z, reader, cols, C, BK), load(k, key, cols, C, BK)
+        for level in range(LEVELS):  # a run-time number: unrolled, the kernel spills
+            start = c >> level << level
+            right = bz * decay(G, times, start, c + 1, cols, DECAY, BK)
+            left = bk * decay(G, times, c + 1, start + (1 << level), cols, DECAY, BK)
             met = tl.dot(right, tl.trans(left), input_precision=PREC)
-            M += select(met, level, False, DECAY, C)
+            M += tl.where((i > j) & (((i ^ j) >> level == 1) | (not DECAY)), met, 0.0)
         if DECAY:
-            bz_in = bz * decay(G, row, HEADS, N, t0, zero, c + 1, k0, K, DECAY, C, BK)
-            store(z_in, bz_in, z_row, HEADS * R_Z, t0, T, k0, K, C, BK)
+            store(z_in, bz * decay(G, times, zero, c + 1, cols, DECAY, BK), reader, cols, C, BK)
             if z_row % R_Z == 0:
-                bk_out = bk * decay(G, row, HEADS, N, t0, c + 1, zero + C, k0, K, DECAY, C, BK)
-                store(k_out, bk_out, row, HEADS, t0, T, k0, K, C, BK)
+                store(k_out, bk * decay(G, times, c + 1, zero + C, cols, DECAY, BK), key, cols, C, BK)
         if not INVERT:
             M += tl.where(i == j, tl.sum(bz * bk, 1)[:, None], 0.0)
     if INVERT:
@@ -216,179 +184,176 @@ def products_kernel(
             n_r = tl.sum(tl.where(i == r, M, 0.0), 0)
             X -= tl.where(i == r, tl.sum(n_r[:, None] * X, 0)[None, :], 0.0)
         M = X
-    store(out, M, index, 1, 0, C, 0, C, C, C)
+    store(out, M, (index, 1, 0, C), (0, C), C, C)
 
 
 @jit
-def walk_kernel(
-    e_in, k_out, v, G, x, s0, u, s_in, s_end, T, N, HEADS: constexpr, K: constexpr, V: constexpr,
-    DECAY: constexpr, ERASE: constexpr, C: constexpr, WK: constexpr, WV: constexpr, PREC: constexpr,
-):  # fmt: skip
+def walk_kernel(e_in, k_out, v, G, x, s0, u, s_in, s_end, T, N, HEADS: constexpr, K: constexpr, V: constexpr,
+                DECAY: constexpr, ERASE: constexpr, C: constexpr, WK: constexpr, WV: constexpr,
+                PREC: constexpr):  # fmt: skip
     """(10), (12), first chunk to last: U and all entry states. One program a memory and WV columns."""
-    row, v0, zero = tl.program_id(0).to(tl.int64), tl.program_id(1) * WV, tl.arange(0, 1)
-    S = load(s0, row, 1, 0, K, v0, V, WK, WV)
+    row, zero, values = tl.program_id(0).to(tl.int64), tl.arange(0, 1), (tl.program_id(1) * WV, V)
+    S = load(s0, (row, 1, 0, K), values, WK, WV)
     for n in range(N):
-        t0 = tl.cast(n, tl.int64) * C
-        store(s_in, S, row * N + n, 1, 0, K, v0, V, WK, WV)
-        U = load(v, row, HEADS, t0, T, v0, V, C, WV)
+        index, t0 = row * N + n, tl.cast(n, tl.int64) * C
+        here = (row, HEADS, t0, T)
+        store(s_in, S, (index, 1, 0, K), values, WK, WV)
+        U = load(v, here, values, C, WV)
         if ERASE:
-            U -= tl.dot(load(e_in, row, HEADS, t0, T, 0, K, C, WK), S, input_precision=PREC)
-            U = tl.dot(load_square(x, row * N + n, False, C), U, input_precision=PREC)
-        store(u, U, row, HEADS, t0, T, v0, V, C, WV)
-        S *= tl.trans(decay(G, row, HEADS, N, t0, zero, zero + C, 0, K, DECAY, C, WK))
-        S += tl.dot(tl.trans(load(k_out, row, HEADS, t0, T, 0, K, C, WK)), U, input_precision=PREC)
-    store(s_end, S, row, 1, 0, K, v0, V, WK, WV)
+            U -= tl.dot(load(e_in, here, (0, K), C, WK), S, input_precision=PREC)
+            U = tl.dot(load(x, (index, 1, 0, C), (0, C), C, C), U, input_precision=PREC)
+        store(u, U, here, values, C, WV)
+        S *= tl.trans(decay(G, (row, HEADS, t0, N * C + 1), zero, zero + C, (0, K), DECAY, WK))
+        S += tl.dot(tl.trans(load(k_out, here, (0, K), C, WK)), U, input_precision=PREC)
+    store(s_end, S, (row, 1, 0, K), values, WK, WV)
 
 
 @jit
-def read_kernel(
-    q_in, u, s_in, p, o, T, N, R: constexpr, HEADS: constexpr, K: constexpr, V: constexpr, C: constexpr,
-    BK: constexpr, BV: constexpr, PREC: constexpr,
-):  # fmt: skip
+def read_kernel(q_in, u, s_in, p, o, T, N, R: constexpr, HEADS: constexpr, K: constexpr, V: constexpr,
+                C: constexpr, BK: constexpr, BV: constexpr, PREC: constexpr):  # fmt: skip
     """(11): one program a chunk, query head and block of BV columns of the output."""
-    index, n, v0 = tl.program_id(0).to(tl.int64), tl.program_id(0) % N, tl.program_id(1) * BV
+    index, n, values = tl.program_id(0).to(tl.int64), tl.program_id(0) % N, (tl.program_id(1) * BV, V)
     q_row, row, t0 = index // N, index // N // R, n.to(tl.int64) * C
-    U = load(u, row, HEADS, t0, T, v0, V, C, BV)
-    O = tl.dot(load_square(p, index, False, C), U, input_precision=PREC)
+    P, U = load(p, (index, 1, 0, C), (0, C), C, C), load(u, (row, HEADS, t0, T), values, C, BV)
+    O = tl.dot(P, U, input_precision=PREC)
     for k0 in range(0, K, BK):
-        S = load(s_in, row * N + n, 1, k0, K, v0, V, BK, BV)
-        O += tl.dot(load(q_in, q_row, HEADS * R, t0, T, k0, K, C, BK), S, input_precision=PREC)
-    store(o, O, q_row, HEADS * R, t0, T, v0, V, C, BV)
+        S = load(s_in, (row * N + n, 1, k0, K), values, BK, BV)
+        O += tl.dot(load(q_in, (q_row, HEADS * R, t0, T), (k0, K), C, BK), S, input_precision=PREC)
+    store(o, O, (q_row, HEADS * R, t0, T), values, C, BV)
 
 
 @jit
-def walk_back_kernel(
-    q_in, e_in, k_out, G, p, x, do, ds_end, dr, ds_out, ds0, T, N, R: constexpr, HEADS: constexpr,
-    K: constexpr, V: constexpr, DECAY: constexpr, ERASE: constexpr, C: constexpr, WK: constexpr,
-    WV: constexpr, PREC: constexpr,
-):  # fmt: skip
-    """(13)-(15), last chunk to first; the programs are walk_kernel's. dU becomes dR in place."""
-    row, v0, zero = tl.program_id(0).to(tl.int64), tl.program_id(1) * WV, tl.arange(0, 1)
-    dS = load(ds_end, row, 1, 0, K, v0, V, WK, WV)
+def read_back_kernel(p, do, du, T, N, R: constexpr, HEADS: constexpr, V: constexpr, C: constexpr,
+                     BV: constexpr, PREC: constexpr):  # fmt: skip
+    """The first term of (13): one program a chunk, memory and block of BV columns. In the walk it spills."""
+    row, n, values = (tl.program_id(0) // N).to(tl.int64), tl.program_id(0) % N, (tl.program_id(1) * BV, V)
+    dU, t0 = tl.zeros([C, BV], tl.float32), n.to(tl.int64) * C
+    for r in range(R):
+        dO = load(do, (row * R + r, HEADS * R, t0, T), values, C, BV)
+        dU += tl.dot(load_transposed(p, (row * R + r) * N + n, C), dO, input_precision=PREC)
+    store(du, dU, (row, HEADS, t0, T), values, C, BV)
+
+
+@jit
+def walk_back_kernel(q_in, e_in, k_out, G, x, do, du, ds_end, dr, ds_out, ds0, T, N, R: constexpr,
+                     HEADS: constexpr, K: constexpr, V: constexpr, DECAY: constexpr, ERASE: constexpr,
+                     C: constexpr, WK: constexpr, WV: constexpr, PREC: constexpr):  # fmt: skip
+    """(13)-(15), last chunk to first; the programs are walk_kernel's."""
+    row, zero, values = tl.program_id(0).to(tl.int64), tl.arange(0, 1), (tl.program_id(1) * WV, V)
+    dS = load(ds_end, (row, 1, 0, K), values, WK, WV)
     for step in range(N):
-        n = N - 1 - step
-        t0 = tl.cast(n, tl.int64) * C
-        store(ds_out, dS, row * N + n, 1, 0, K, v0, V, WK, WV)
-        dR = tl.dot(load(k_out, row, HEADS, t0, T, 0, K, C, WK), dS, input_precision=PREC)
-        dS *= tl.trans(decay(G, row, HEADS, N, t0, zero, zero + C, 0, K, DECAY, C, WK))
+        index = (row + 1) * N - 1 - step
+        t0 = index % N * C
+        here = (row, HEADS, t0, T)
+        store(ds_out, dS, (index, 1, 0, K), values, WK, WV)
+        dR = load(du, here, values, C, WV)
+        dR += tl.dot(load(k_out, here, (0, K), C, WK), dS, input_precision=PREC)
+        dS *= tl.trans(decay(G, (row, HEADS, t0, N * C + 1), zero, zero + C, (0, K), DECAY, WK))
         for r in range(R):
-            dO = load(do, row * R + r, HEADS * R, t0, T, v0, V, C, WV)
-            dR += tl.dot(load_square(p, (row * R + r) * N + n, True, C), dO, input_precision=PREC)
-            q_T = tl.trans(load(q_in, row * R + r, HEADS * R, t0, T, 0, K, C, WK))
-            dS += tl.dot(q_T, dO, input_precision=PREC)
+            reader = (row * R + r, HEADS * R, t0, T)
+            dO = load(do, reader, values, C, WV)
+            dS += tl.dot(tl.trans(load(q_in, reader, (0, K), C, WK)), dO, input_precision=PREC)
         if ERASE:
-            dR = tl.dot(load_square(x, row * N + n, True, C), dR, input_precision=PREC)
-            dS -= tl.dot(tl.trans(load(e_in, row, HEADS, t0, T, 0, K, C, WK)), dR, input_precision=PREC)
-        store(dr, dR, row, HEADS, t0, T, v0, V, C, WV)
-    store(ds0, dS, row, 1, 0, K, v0, V, WK, WV)
+            dR = tl.dot(load_transposed(x, index, C), dR, input_precision=PREC)
+            dS -= tl.dot(tl.trans(load(e_in, here, (0, K), C, WK)), dR, input_precision=PREC)
+        store(dr, dR, here, values, C, WV)
+    store(ds0, dS, (row, 1, 0, K), values, WK, WV)
 
 
 @jit
-def reader_gradient_kernel(
-    k, G, y, u, s_in, dm, dz, T, N, LEVELS, R_Z: constexpr, HEADS: constexpr, K: constexpr, V: constexpr,
-    DECAY: constexpr, C: constexpr, BK: constexpr, BV: constexpr, PREC: constexpr,
-):  # fmt: skip
+def reader_gradient_kernel(k, G, y, u, s_in, dm, dz, T, N, LEVELS, R_Z: constexpr, HEADS: constexpr,
+                           K: constexpr, V: constexpr, DECAY: constexpr, C: constexpr, BK: constexpr,
+                           BV: constexpr, PREC: constexpr):  # fmt: skip
     """(16) and (17) without j = i, for readers with output gradient y. One program a chunk and reader."""
-    index, n = tl.program_id(0).to(tl.int64), tl.program_id(0) % N
+    index, n, zero = tl.program_id(0).to(tl.int64), tl.program_id(0) % N, tl.arange(0, 1)
     z_row, row, t0 = index // N, index // N // R_Z, n.to(tl.int64) * C
+    reader, key, times = (z_row, HEADS * R_Z, t0, T), (row, HEADS, t0, T), (row, HEADS, t0, N * C + 1)
     dM = tl.zeros([C, C], tl.float32)
     for v0 in range(0, V, BV):
-        Y, U = load(y, z_row, HEADS * R_Z, t0, T, v0, V, C, BV), load(u, row, HEADS, t0, T, v0, V, C, BV)
-        dM += tl.dot(Y, tl.trans(U), input_precision=PREC)
-    store(dm, dM, index, 1, 0, C, 0, C, C, C)
+        U = load(u, key, (v0, V), C, BV)
+        dM += tl.dot(load(y, reader, (v0, V), C, BV), tl.trans(U), input_precision=PREC)
+    store(dm, dM, (index, 1, 0, C), (0, C), C, C)
     for k0 in range(0, K, BK):
-        dZ = tl.zeros([C, BK], tl.float32)
+        cols, dZ = (k0, K), tl.zeros([C, BK], tl.float32)
         for v0 in range(0, V, BV):
-            S = load(s_in, row * N + n, 1, k0, K, v0, V, BK, BV)
-            dZ += tl.dot(load(y, z_row, HEADS * R_Z, t0, T, v0, V, C, BV), tl.trans(S), input_precision=PREC)
-        dZ *= decay(G, row, HEADS, N, t0, tl.arange(0, 1), tl.arange(0, C) + 1, k0, K, DECAY, C, BK)
-        bk = load(k, row, HEADS, t0, T, k0, K, C, BK)
-        dZ += through_pairs(dM, bk, G, row, HEADS, N, t0, k0, LEVELS, False, K, DECAY, C, BK, PREC)
-        store(dz, dZ, z_row, HEADS * R_Z, t0, T, k0, K, C, BK)
+            S = load(s_in, (row * N + n, 1, k0, K), (v0, V), BK, BV)
+            dZ += tl.dot(load(y, reader, (v0, V), C, BV), tl.trans(S), input_precision=PREC)
+        dZ *= decay(G, times, zero, tl.arange(0, C) + 1, cols, DECAY, BK)
+        dZ += through_pairs(dM, load(k, key, cols, C, BK), G, times, cols, LEVELS, False, DECAY, C, BK, PREC)
+        store(dz, dZ, reader, cols, C, BK)
 
 
 @jit
-def key_gradient_kernel(
-    q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, N, LEVELS, R: constexpr, HEADS: constexpr,
-    K: constexpr, V: constexpr, DECAY: constexpr, ERASE: constexpr, C: constexpr, BK: constexpr,
-    BV: constexpr, PREC: constexpr, EXACT: constexpr,
-):  # fmt: skip
+def key_gradient_kernel(q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, N, LEVELS, R: constexpr,
+                        HEADS: constexpr, K: constexpr, V: constexpr, DECAY: constexpr, ERASE: constexpr,
+                        C: constexpr, BK: constexpr, BV: constexpr, PREC: constexpr):  # fmt: skip
     """(18), (19) and j = i in (17). One program a chunk, memory and block of BK channels; no atomics."""
-    index, k0 = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK
-    row, n, c, zero = index // N, index % N, tl.arange(0, C), tl.arange(0, 1)
-    t0 = n * C
-    bk = load(k, row, HEADS, t0, T, k0, K, C, BK)
-    dK, dG = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32)
-    kept = tl.zeros([BK], tl.float32)
+    index, k0, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BK, tl.arange(0, C)
+    row, t0, cols, zero = index // N, index % N * C, (k0, K), tl.arange(0, 1)
+    key, times = (row, HEADS, t0, T), (row, HEADS, t0, N * C + 1)
+    dK, dG, kept = tl.zeros([C, BK], tl.float32), tl.zeros([C, BK], tl.float32), tl.zeros([BK], tl.float32)
+    bk = load(k, key, cols, C, BK)
     for v0 in range(0, V, BV):
-        dS = load(ds_out, index, 1, k0, K, v0, V, BK, BV)
-        dK += tl.dot(load(u, row, HEADS, t0, T, v0, V, C, BV), tl.trans(dS), input_precision=PREC)
+        dS = load(ds_out, (index, 1, k0, K), (v0, V), BK, BV)
+        dK += tl.dot(load(u, key, (v0, V), C, BV), tl.trans(dS), input_precision=PREC)
         if DECAY:
-            kept += tl.sum(dS * load(s_in, index, 1, k0, K, v0, V, BK, BV), 1)
-    dK *= decay(G, row, HEADS, N, t0, c + 1, zero + C, k0, K, DECAY, C, BK)
+            kept += tl.sum(dS * load(s_in, (index, 1, k0, K), (v0, V), BK, BV), 1)
+    dK *= decay(G, times, c + 1, zero + C, cols, DECAY, BK)
     left_chunk = bk * dK
     for r in range(R):
-        q_row = row * R + r
-        bq = load(q, q_row, HEADS * R, t0, T, k0, K, C, BK)
-        dQ = load(dq, q_row, HEADS * R, t0, T, k0, K, C, BK)
-        dP_T = load_square(dp, q_row * N + n, True, C)
-        pairs = through_pairs(dP_T, bq, G, row, HEADS, N, t0, k0, LEVELS, True, K, DECAY, C, BK, PREC)
-        own = tl.load(dp + (q_row * N + n) * C * C + c * C + c)[:, None]  # undecayed, hence not in dG
-        store(dq, dQ + own * bk, q_row, HEADS * R, t0, T, k0, K, C, BK)
+        reader, at = (row * R + r, HEADS * R, t0, T), (row * R + r) * N + index % N
+        bq, dQ, dP_T = load(q, reader, cols, C, BK), load(dq, reader, cols, C, BK), load_transposed(dp, at, C)
+        pairs = through_pairs(dP_T, bq, G, times, cols, LEVELS, True, DECAY, C, BK, PREC)
+        own = tl.load(dp + at * C * C + c * C + c)[:, None]  # undecayed, hence not in dG
+        store(dq, dQ + own * bk, reader, cols, C, BK)
         dK += pairs + own * bq
         dG += bq * dQ - bk * pairs
     if ERASE:  # what e reads is subtracted
-        be, dE = load(e, row, HEADS, t0, T, k0, K, C, BK), load(de, row, HEADS, t0, T, k0, K, C, BK)
-        dN_T = load_square(dn, index, True, C)
-        pairs = through_pairs(dN_T, be, G, row, HEADS, N, t0, k0, LEVELS, True, K, DECAY, C, BK, PREC)
-        store(de, -dE, row, HEADS, t0, T, k0, K, C, BK)
+        be, dE, dN_T = load(e, key, cols, C, BK), load(de, key, cols, C, BK), load_transposed(dn, index, C)
+        pairs = through_pairs(dN_T, be, G, times, cols, LEVELS, True, DECAY, C, BK, PREC)
+        store(de, -dE, key, cols, C, BK)
         dK -= pairs
         dG -= be * dE - bk * pairs
-    store(dk, dK, row, HEADS, t0, T, k0, K, C, BK)
+    store(dk, dK, key, cols, C, BK)
     if DECAY:
+        EXACT: constexpr = "ieee" if PREC == "ieee" else "tf32x3"
         before = tl.where(c[None, :] < c[:, None], 1.0, 0.0)
         dg_t = tl.cumsum(dG, 0, reverse=True) + tl.dot(before, left_chunk, input_precision=EXACT)
-        dg_t += kept[None, :] * decay(G, row, HEADS, N, t0, zero, zero + C, k0, K, DECAY, C, BK)
-        store(dg, dg_t, row, HEADS, t0, T, k0, K, C, BK)
+        dg_t += kept[None, :] * decay(G, times, zero, zero + C, cols, DECAY, BK)
+        store(dg, dg_t, key, cols, C, BK)
 
 
 # ---------------------------------------------------------------------------- launching
 
 
-def plan(
-    R: int, HEADS: int, K: int, V: int, T: int, chunk: int, DECAY: bool, ERASE: bool, exact: bool
-) -> dict:
+def plan(R: int, HEADS: int, K: int, V: int, T: int, chunk: int, DECAY: bool, ERASE: bool, exact: bool):
     """What all kernels are compiled for. Tiles are [C, BK] and [C, BV]; a walk holds [WK, WV] of a state."""
     C = max(16, min(chunk, 1 << (T - 1).bit_length(), 64 if K <= 128 else 32))  # tl.dot wants 16 or more
     WK, WV = (max(16, 1 << (d - 1).bit_length()) for d in (K, V))
-    precision = dict(PREC="ieee", EXACT="ieee") if exact else dict(PREC="tf32", EXACT="tf32x3")
     sizes = dict(R=R, HEADS=HEADS, K=K, V=V, C=C, BK=min(32, WK), BV=min(32, WV), WK=WK, WV=min(16, WV))
-    return dict(sizes, DECAY=DECAY, ERASE=ERASE, **precision)
+    return dict(sizes, DECAY=DECAY, ERASE=ERASE, PREC="ieee" if exact else "tf32")
 
 
-def launch(kernel, grid: tuple, named: dict) -> None:
-    """Run `kernel` with those of the named values that are its parameters, on the GPU where its tensors are."""
+def launch(kernel, grid: tuple, named: dict, **more) -> None:
+    """Run `kernel` with those of the named values that are its parameters, on the GPU of its tensors."""
+    named = named | more
     with torch.cuda.device_of(named["k"]):  # not always the current one
         kernel[grid](**{name: named[name] for name in kernel.arg_names}, **LAUNCH)
 
 
 def states(q, e, k, v, g, s0, m: dict) -> dict:
-    """What forward and backward both need, (8)-(10) and (12), with all else by the kernels' names."""
+    """What forward and backward both need, (8)-(10) and (12): everything by the names that kernels use."""
     (B, T, G, K), V, C, R = k.shape, v.shape[-1], m["C"], m["R"]
     N, new = -(-T // C), functools.partial(torch.empty, dtype=torch.float32, device=k.device)
-    levels = 1 if g is None else C.bit_length() - 1
-    a = dict(m, q=q, e=e, k=k, v=v, s0=s0, T=T, N=N, LEVELS=levels, G=None, x=None)
-    a |= dict(q_in=q, e_in=e, k_out=k)  # right as they are without decay
-    if g is not None:
-        a["G"] = F.pad(g.double(), (0, 0, 0, 0, 1, N * C - T)).cumsum(1)
-        a |= dict(q_in=new(q.shape), k_out=new(k.shape), e_in=None if e is None else new(e.shape))
+    a = dict(m, q=q, e=e, k=k, v=v, s0=s0, T=T, N=N, G=None, LEVELS=1, q_in=q, e_in=e, k_out=k, x=None)
     a |= dict(p=new(B * G * R, N, C, C), u=new(v.shape), s_in=new(B * G, N, K, V), s_end=new(s0.shape))
-    of_q = dict(z=q, out=a["p"], z_in=a["q_in"], R_Z=R, INVERT=False)
-    launch(products_kernel, (B * G * R * N,), a | of_q)
+    if g is not None:  # without decay q, e and k are right as they are
+        a |= dict(q_in=new(q.shape), k_out=new(k.shape), e_in=None if e is None else new(e.shape))
+        a |= dict(G=F.pad(g.double(), (0, 0, 0, 0, 1, N * C - T)).cumsum(1), LEVELS=C.bit_length() - 1)
+    launch(products_kernel, (B * G * R * N,), a, z=q, z_in=a["q_in"], out=a["p"], R_Z=R, INVERT=False)
     if e is not None:
         a["x"] = new(B * G, N, C, C)
-        of_e = dict(z=e, out=a["x"], z_in=a["e_in"], R_Z=1, INVERT=True)
-        launch(products_kernel, (B * G * N,), a | of_e)
+        launch(products_kernel, (B * G * N,), a, z=e, z_in=a["e_in"], out=a["x"], R_Z=1, INVERT=True)
     launch(walk_kernel, (B * G, -(-V // m["WV"])), a)
     return a
 
@@ -400,34 +365,26 @@ class ChunkedDelta(torch.autograd.Function):
     def forward(ctx, q, e, k, v, g, s0, m):
         ctx.save_for_backward(q, e, k, v, g, s0)
         ctx.m, a = m, states(q, e, k, v, g, s0, m)
-        (B, T, H, _), V = q.shape, v.shape[-1]
-        a["o"] = a["u"].new_empty(B, T, H, V)
-        launch(read_kernel, (B * H * a["N"], -(-V // m["BV"])), a)
+        a["o"] = a["u"].new_empty(*q.shape[:3], v.shape[-1])
+        launch(read_kernel, (a["p"].shape[:2].numel(), -(-v.shape[-1] // m["BV"])), a)
         return a["o"], a["s_end"]
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, do, ds_end):
         inputs, m = ctx.saved_tensors, ctx.m
         a = states(*inputs, m) | dict(do=do.contiguous(), ds_end=ds_end.contiguous())
-        q, e, k, v, g, _ = inputs
-        for name, like in dict(
-            dq=q, de=e, dk=k, dr=v, dg=g, ds0=a["s0"], ds_out=a["s_in"], dp=a["p"], dn=a["x"]
-        ).items():
-            a[name] = None if like is None else torch.empty_like(like, dtype=torch.float32)
-        memories, N = k.shape[0] * k.shape[2], a["N"]
-        launch(walk_back_kernel, (memories, -(-v.shape[-1] // m["WV"])), a)
-        of_q = dict(y=a["do"], dm=a["dp"], dz=a["dq"], R_Z=m["R"])
-        launch(reader_gradient_kernel, (memories * m["R"] * N,), a | of_q)
-        if e is not None:
-            of_e = dict(y=a["dr"], dm=a["dn"], dz=a["de"], R_Z=1)
-            launch(reader_gradient_kernel, (memories * N,), a | of_e)
-        launch(key_gradient_kernel, (memories * N, -(-k.shape[-1] // m["BK"])), a)
-        grads = zip((a[name] for name in ("dq", "de", "dk", "dr", "dg", "ds0")), inputs)
-        return *(None if d is None else d.to(z.dtype) for d, z in grads), None
-
-
-IMPLEMENTATIONS: dict[str, Callable] = {"recurrent": recurrent, "chunked": chunked}
+        names = ("dq", "de", "dk", "dr", "dg", "ds0")  # the inputs' gradients: dx is dR
+        like = dict(zip(names, inputs), du=a["u"], ds_out=a["s_in"], dp=a["p"], dn=a["x"])
+        a |= {name: z if z is None else torch.empty_like(z, dtype=torch.float32) for name, z in like.items()}
+        (B, _, G, K), V, R, chunks = a["k"].shape, a["v"].shape[-1], m["R"], a["s_in"].shape[:2].numel()
+        launch(read_back_kernel, (chunks, -(-V // m["BV"])), a)
+        launch(walk_back_kernel, (B * G, -(-V // m["WV"])), a)
+        launch(reader_gradient_kernel, (chunks * R,), a, y=a["do"], dm=a["dp"], dz=a["dq"], R_Z=R)
+        if a["e"] is not None:
+            launch(reader_gradient_kernel, (chunks,), a, y=a["dr"], dm=a["dn"], dz=a["de"], R_Z=1)
+        launch(key_gradient_kernel, (chunks, -(-K // m["BK"])), a)
+        return *(z if z is None else a[name].to(z.dtype) for name, z in zip(names, inputs)), None
 
 
 @register(IMPLEMENTATIONS, "triton")
@@ -456,24 +413,18 @@ def triton_attention(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=N
     return o_bthv.to(v_btgv.dtype), state
 
 
-say_once = functools.cache(print)
-
-
-def linear_attention(
-    q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: Tensor | None = None,
-    erase: Tensor | None = None, write: Tensor | None = None, state: Tensor | None = None,
-    chunk: int = 64, impl: str = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def linear_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: Tensor | None = None,
+                     erase: Tensor | None = None, write: Tensor | None = None, state: Tensor | None = None,
+                     chunk: int = 64, impl: str = "auto") -> tuple[Tensor, Tensor]:  # fmt: skip
     """Equation (1): arguments and results of `recurrent`, in the way that impl names.
 
     auto: triton for CUDA tensors, else chunked; there one token goes through the cheaper recurrence. Only a
     missing GPU or Triton changes the choice, no error does. LINEAR_ATTN_VERBOSE=1 prints each choice once."""
     why = "as asked"
-    if impl == "auto":
-        if q_bthk.is_cuda and triton is not None:
-            impl, why = "triton", "CUDA tensors"
-        else:
-            impl, why = "chunked", "no Triton" if q_bthk.is_cuda else f"tensors on {q_bthk.device.type}"
+    if impl == "auto" and q_bthk.is_cuda and triton is not None:
+        impl, why = "triton", "CUDA tensors"
+    elif impl == "auto":
+        impl, why = "chunked", "no Triton" if q_bthk.is_cuda else f"tensors on {q_bthk.device.type}"
     if impl == "chunked" and q_bthk.shape[1] == 1:
         impl, why = "recurrent", f"{why}, one token"
     run = lookup(IMPLEMENTATIONS, impl, "implementation")

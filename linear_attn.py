@@ -25,6 +25,8 @@ head:
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -49,6 +51,27 @@ def lookup(table: dict, name: str, what: str):
     return table[name]
 
 
+def option(default, help: str, choices=None, low=None, high=None, item=str):
+    """A dataclass field that knows its help and its legal values; the command line is made from it."""
+    about = dict(help=help, choices=choices, low=low, high=high, item=item)  # item: type of a tuple's items
+    return dataclasses.field(default=default, metadata=about)
+
+
+def validate(config) -> None:
+    """Raise a ValueError with one clear line if a field is outside its choices or range."""
+    for field in dataclasses.fields(config):
+        value, m = getattr(config, field.name), field.metadata
+        low, high = m["low"], math.inf if m["high"] is None else m["high"]
+        if m["choices"] is not None:
+            lookup(dict.fromkeys(m["choices"]), value, field.name)
+        elif isinstance(field.default, (int, float)) and not isinstance(value, (int, type(field.default))):
+            kind = "whole number" if isinstance(field.default, int) else "number"
+            raise ValueError(f"{field.name} must be a {kind}, got {value!r}")
+        elif low is not None and not low <= value <= high:
+            top = "" if m["high"] is None else f" and at most {high}"
+            raise ValueError(f"{field.name} must be at least {low}{top}, got {value}")
+
+
 # ---------------------------------------------------------------------------- one recurrence
 
 
@@ -68,6 +91,56 @@ def softmax_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, scale: flo
 def working_dtype(x: Tensor) -> torch.dtype:
     """States sum over the whole past: never accumulate them in 16 bits. float64 stays (for tests)."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None):
+    """Softmax attention over one set of keys: q (..., G, R, C, K), k (..., G, L, K), v (..., G, L, V).
+
+    visible (..., 1 or G, C, L) -> o (..., G, R, C, V), log-sum-exp (..., G, R, C), p (..., G, R, C, L).
+    HAZARD: scores need float32. Qwen's reach thousands before scaling, where bfloat16 has steps of 8.
+    """
+    (R, C), dtype = q.shape[-3:-1], working_dtype(q)
+    score = (q.flatten(-3, -2).to(dtype) @ k.mT.to(dtype)).unflatten(-2, (R, C)) * scale
+    if softcap is not None:
+        score = torch.tanh(score / softcap) * softcap
+    score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
+    lse = score.logsumexp(-1)
+    p = (score - lse[..., None]).exp()
+    return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), lse, p
+
+
+def exact_attention(
+    q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, sinks: int, window: int, scale: float,
+    softcap: float | None = None, block: int = 64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax over (6), in linear time: (o (B,T,H,V), log-sum-exp of its scores (B,T,H)).
+
+    The T queries belong to the last T keys. They go in blocks: a block of C queries needs the window-1+C keys
+    that end with it. An empty exact set (s = w = 0) gives o = 0 and log-sum-exp -inf.
+    """
+    B, T, H, _ = q_bthk.shape
+    G, V, device, C = k_btgk.shape[2], v_btgv.shape[-1], q_bthk.device, min(block, T)
+    if T == 0 or sinks == window == 0:
+        nothing = q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
+        return v_btgv.new_zeros(B, T, H, V), nothing
+    N, L, first = -(-T // C), window - 1 + C, k_btgk.shape[1] - T
+    q_bnchk = F.pad(q_bthk, (0, 0, 0, 0, 0, N * C - T)).unflatten(1, (N, C))
+    at_nc1 = first + torch.arange(N * C, device=device).view(N, C, 1)
+    keys, values, visible = [], [], []
+    if sinks:  # a sink is visible from its own position on
+        for x, parts in ((k_btgk, keys), (v_btgv, values)):
+            parts.append(x[:, :sinks].transpose(1, 2)[:, None].expand(-1, N, -1, -1, -1))
+        visible.append(torch.arange(min(sinks, first + T), device=device) <= at_nc1)
+    if window:
+        for x, parts in ((k_btgk, keys), (v_btgv, values)):
+            parts.append(F.pad(x, (0, 0, 0, 0, window - 1 - first, N * C - T)).unfold(1, L, C).mT)
+        age_cl = torch.arange(C, device=device)[:, None] + window - 1 - torch.arange(L, device=device)
+        visible.append((age_cl >= 0) & (age_cl < window) & (at_nc1 - age_cl >= sinks))  # sinks count once
+    q_bngrck = q_bnchk.unflatten(3, (G, H // G)).permute(0, 1, 3, 4, 2, 5)
+    seen_n1cl = torch.cat(visible, -1)[:, None]
+    o, lse, _ = attend(q_bngrck, torch.cat(keys, -2), torch.cat(values, -2), seen_n1cl, scale, softcap)
+    o_bthv = o.permute(0, 1, 4, 2, 3, 5).reshape(B, N * C, H, V)[:, :T]
+    return o_bthv, lse.permute(0, 1, 4, 2, 3).reshape(B, N * C, H)[:, :T]
 
 
 def empty_state(k_btgk: Tensor, v_btgv: Tensor) -> Tensor:
@@ -218,7 +291,7 @@ class UpdateRule(nn.Module):
         size = feature_dim or key_dim
         if features == "l2" and size != key_dim or features == "softmax" and size % 2:
             raise ValueError(f"feature_dim {size}: l2 wants the key dimension {key_dim}, softmax an even one")
-        self.features, self.memory_heads = features, memory_heads
+        self.features, self.memory_heads, self.feature_dim = features, memory_heads, size
         if features != "l2":
             width = size // 2 if features == "softmax" else size
             for name, n in (("q", heads), ("k", memory_heads)):

@@ -1,7 +1,7 @@
 """A linearized model is a Hugging Face model: generate() and every use of a cache give what one pass gives.
 
-Throughout "no cache" (use_cache=False: at every token the whole sequence anew) is the reference, or one forward
-pass over the whole sequence. Models are random, tiny, float32, their new parameters far from where they start.
+The reference is "no cache" (use_cache=False: the whole sequence anew for every token), or one forward pass
+over the whole sequence. Models are random, tiny, float32, their new parameters far from where they start.
 """
 
 import copy
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import FAMILIES, tiny_model
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_distill import preset_config, stir
 
@@ -23,15 +23,15 @@ CONFIGS = {  # so small that 30 tokens fill the memory, and for "mix" that the r
     "mix": LinearizeConfig(router="mix", sinks=2, window=8, block=4, budget=5),
     "paper": preset_config("paper", sinks=2, window=6),
 }
-NEW = 12  # tokens that a test generates: with the prompt far beyond what stays exact
+NEW = 8  # tokens that a test generates: with the prompt far beyond what stays exact
 IDS = torch.randint(3, 50, (2, 30), generator=torch.Generator().manual_seed(0))
 PROMPT = IDS[:, :20]
 PADDED = PROMPT.clone()
 PADDED[0, :7] = 0
 MASK = torch.ones_like(PROMPT)
 MASK[0, :7] = 0
-# Two ways to compute the same float32 numbers differ by rounding: of logits of up to 10 after two layers at most
-# 2e-5 was measured over all families here; another place for one token moves them by 1e-2 and more.
+# Two ways to compute the same float32 numbers differ by rounding: in logits of up to 10, by at most 2e-5 over
+# all families here. One token in another place moves them by 1e-2 and more.
 SAME = dict(atol=1e-4, rtol=1e-4)
 
 
@@ -134,12 +134,10 @@ def test_layers_that_share_keys_and_values_decode_right_or_are_refused():
     "options",
     [
         dict(),
-        dict(do_sample=True, temperature=1.5),
-        dict(do_sample=True, num_return_sequences=3),
-        dict(num_beams=3),
+        dict(do_sample=True, temperature=1.5, num_return_sequences=2),
         dict(num_beams=3, num_return_sequences=2),
     ],
-    ids=["greedy", "sampling", "three samples", "beams", "two beams"],
+    ids=["greedy", "sampling", "beams"],
 )
 @pytest.mark.parametrize("padding", [False, True], ids=["full", "left-padded"])
 def test_generate_with_a_cache_gives_the_tokens_it_gives_without(kind, name, options, padding):
@@ -161,15 +159,17 @@ def test_a_left_padded_batch_generates_what_its_rows_generate_alone(kind, name):
 @each_model
 @pytest.mark.parametrize(
     "options",
-    [dict(prefill_chunk_size=1), dict(prefill_chunk_size=7), dict(cache_implementation="static")],
-    ids=["chunks of 1", "chunks of 7", "static"],
+    [dict(prefill_chunk_size=3), dict(cache_implementation="static")],
+    ids=["prefill in chunks", "static"],
 )
-def test_options_of_the_cache_change_no_token(kind, name, options):
-    model = model_of(kind, name)
-    for ids, more in ((PROMPT, {}), (PADDED, dict(attention_mask=MASK))):
-        got = generate(model, ids, return_dict_in_generate=True, **options, **more)
-        assert torch.equal(got.sequences, generate(model, ids, use_cache=False, **more))
-        assert all(type(layer) is MemoryCacheLayer for layer in got.cache.layers)
+@pytest.mark.parametrize("padding", [False, True], ids=["full", "left-padded"])
+def test_options_of_the_cache_change_no_token(kind, name, options, padding):
+    model, ids, more = model_of(kind, name), PROMPT, {}
+    if padding:
+        ids, more = PADDED, dict(attention_mask=MASK)
+    got = generate(model, ids, new=5, return_dict_in_generate=True, **options, **more)
+    assert torch.equal(got.sequences, generate(model, ids, new=5, use_cache=False, **more))
+    assert all(type(layer) is MemoryCacheLayer for layer in got.cache.layers)
 
 
 def test_each_token_after_the_prompt_costs_a_pass_over_one_token():
@@ -187,23 +187,22 @@ def test_each_token_after_the_prompt_costs_a_pass_over_one_token():
 
 @each_model
 @pytest.mark.parametrize("argument", ["cache", "past_key_values"])
-@pytest.mark.parametrize("config", [False, True], ids=["DynamicCache()", "DynamicCache(config=...)"])
-def test_two_turns_on_a_users_own_cache_equal_one_pass_over_all(kind, name, argument, config):
+def test_two_turns_on_a_users_own_cache_equal_one_pass_over_all(kind, name, argument):
     """As Hugging Face's chat example: the second turn is given all tokens so far and the same cache."""
     model = model_of(kind, name)
-    cache = transformers.DynamicCache(config=model.config if config else None)
-    first = generate(model, PROMPT, new=8, **{argument: cache})
-    assert torch.equal(first, generate(model, PROMPT, new=8, use_cache=False))
-    assert cache.get_seq_length() == 27  # the last token was returned, not read
+    cache = transformers.DynamicCache(config=model.config if argument == "cache" else None)
+    first = generate(model, PROMPT, new=5, **{argument: cache})
+    assert torch.equal(first, generate(model, PROMPT, new=5, use_cache=False))
+    assert cache.get_seq_length() == 24  # the last token was returned, not read
     both = torch.cat([first, IDS[:, 20:26]], 1)
-    second = generate(model, both, **{argument: cache})
-    assert torch.equal(second, generate(model, both, use_cache=False)) and cache.get_seq_length() == 45
+    second = generate(model, both, new=5, **{argument: cache})
+    assert torch.equal(second, generate(model, both, new=5, use_cache=False)) and cache.get_seq_length() == 35
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_turns_of_a_left_padded_batch_equal_one_pass_over_all(name):
     model, cache = model_of("qwen2", name), transformers.DynamicCache()
-    first = generate(model, PADDED, new=8, attention_mask=MASK, cache=cache)
+    first = generate(model, PADDED, attention_mask=MASK, cache=cache)
     both = torch.cat([first, IDS[:, 20:26]], 1)
     mask = torch.cat([MASK, torch.ones(2, 14, dtype=torch.long)], 1)
     second = generate(model, both, attention_mask=mask, cache=cache)
@@ -217,8 +216,8 @@ def test_one_prefix_is_continued_in_two_ways_from_copies_of_its_cache(kind, name
     before = [copy.deepcopy(row) for row in rows_of(prefix)]
     for suffix in (IDS[:, 20:24], IDS[:, 23:30]):
         ids = torch.cat([PROMPT, suffix], 1)
-        got = generate(model, ids, cache=copy.deepcopy(prefix))
-        assert torch.equal(got, generate(model, ids, use_cache=False))
+        got = generate(model, ids, new=5, cache=copy.deepcopy(prefix))
+        assert torch.equal(got, generate(model, ids, new=5, use_cache=False))
     for row, old in zip(rows_of(prefix), before):  # the shared prefix itself was left alone
         assert row.count == old.count == 20
         for now, then in ((row.exact, old.exact), (row.rest, old.rest)):
@@ -236,20 +235,13 @@ def test_a_cache_that_was_reset_starts_again():
 def test_rows_of_a_cache_are_repeated_and_chosen():
     """What best-of-n and search strategies outside of generate() do to a cache."""
     model = model_of()
+    ids, mask = torch.cat([PADDED, IDS[:, 20:]], 1), torch.cat([MASK, torch.ones(2, 10, dtype=torch.long)], 1)
     cache = forward(model, PADDED, attention_mask=MASK, use_cache=True).cache
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([3, 0, 1]))
-    rows, mask = torch.tensor([1, 0, 0]), torch.cat([MASK, torch.ones(2, 10, dtype=torch.long)], 1)
-    ids = torch.cat([PADDED, IDS[:, 20:]], 1)
-    got, _ = in_pieces(model, torch.cat([ids, ids])[[3, 0, 1]][:, 20:], [], cache=cache)
-    want = logits(model, ids, attention_mask=mask)[rows, 20:]
-    # without a mask positions go on from the columns: only the row without padding has them right
-    assert torch.allclose(got[0], want[0], **SAME)
-    cache = forward(model, PADDED, attention_mask=MASK, use_cache=True).cache
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([3, 0, 1]))
+    rows = [1, 0, 0]
     got = forward(model, ids[rows, 20:], attention_mask=mask[rows], cache=cache).logits
-    assert torch.allclose(got, want, **SAME)
+    assert torch.allclose(got, logits(model, ids, attention_mask=mask)[rows, 20:], **SAME)
 
 
 class Listener(transformers.generation.streamers.BaseStreamer):
@@ -312,6 +304,7 @@ def test_a_forward_pass_that_trains_carries_no_state():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=10)
 @given(cuts=st.lists(st.integers(0, 30), max_size=8).map(sorted))
 @example(cuts=list(range(1, 30)))  # T = 1 from the start
 @example(cuts=[29])
@@ -326,6 +319,7 @@ ONES, ZEROS = [1] * 30, [0] * 30
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=8)
 @given(
     rows=st.lists(st.lists(st.integers(0, 1), min_size=30, max_size=30), min_size=2, max_size=2),
     cuts=st.lists(st.integers(0, 30), max_size=5).map(sorted),
@@ -439,17 +433,19 @@ def test_a_linearized_layers_own_shorter_sliding_window_is_refused_with_a_cache(
     [[], [9], [7, 14, 21, 28], list(range(1, 30))],
     ids=["one pass", "two pieces", "pieces within the window", "one by one"],
 )
-@pytest.mark.parametrize("layers", [[], [0]])
-def test_the_own_sliding_window_of_a_layer_that_keeps_softmax_is_kept_or_refused(layers, cuts):
-    model = sliding_model()
-    want = logits(model, IDS)
+@pytest.mark.parametrize("padding", [0, 5], ids=["full", "left-padded"])
+@pytest.mark.parametrize("layers", [[], [0]], ids=str)
+def test_the_own_sliding_window_of_a_layer_that_keeps_softmax_is_kept_or_refused(layers, padding, cuts):
+    model, mask = sliding_model(), torch.ones_like(IDS)
+    mask[0, :padding] = 0
+    want = logits(model, IDS[:1, padding:])[0], logits(model, IDS[1:])[0]
     linearize(model, LinearizeConfig(window=40), layers)  # so long that layer 0 is the teacher's
     try:
-        got, _ = in_pieces(model, IDS, cuts)
+        got, _ = in_pieces(model, IDS, cuts, mask)
     except ValueError as error:
         assert "layer 1 has its own sliding window of 8 tokens" in str(error)
     else:
-        assert torch.allclose(got, want, **SAME)
+        assert torch.allclose(got[0, padding:], want[0], **SAME) and torch.allclose(got[1], want[1], **SAME)
 
 
 # ----------------------------------------------------------------------------- 5. some layers keep softmax
@@ -462,19 +458,18 @@ def partly(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("options", [dict(), dict(num_beams=3), dict(prefill_chunk_size=7)], ids=str)
-@pytest.mark.parametrize("padding", [False, True], ids=["full", "left-padded"])
-def test_with_layers_that_keep_softmax_a_cache_changes_no_token(name, options, padding):
-    model, ids, more = partly(name), PROMPT, {}
-    if padding:
-        ids, more = PADDED, dict(attention_mask=MASK)
-    got = generate(model, ids, return_dict_in_generate=True, **options, **more)
-    options = {k: v for k, v in options.items() if k != "prefill_chunk_size"}
-    assert torch.equal(got.sequences, generate(model, ids, use_cache=False, **options, **more))
-    kinds = [type(layer).__name__ for layer in got.cache.layers]
-    assert kinds == ["MemoryCacheLayer", "DynamicLayer", "MemoryCacheLayer"]
+def test_with_layers_that_keep_softmax_a_cache_changes_no_token(name, options):
+    model, searched = partly(name), {k: v for k, v in options.items() if k == "num_beams"}
+    for ids, mask in ((PROMPT[1:], MASK[1:]), (PADDED, MASK)):  # the mask is all ones, or pads row 0
+        got = generate(model, ids, new=5, attention_mask=mask, return_dict_in_generate=True, **options)
+        want = generate(model, ids, new=5, attention_mask=mask, use_cache=False, **searched)
+        assert torch.equal(got.sequences, want)
+        kinds = [type(layer).__name__ for layer in got.cache.layers]
+        assert kinds == ["MemoryCacheLayer", "DynamicLayer", "MemoryCacheLayer"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=8)
 @given(
     rows=st.lists(st.lists(st.integers(0, 1), min_size=30, max_size=30), min_size=2, max_size=2),
     cuts=st.lists(st.integers(0, 30), max_size=5).map(sorted),
@@ -493,9 +488,9 @@ def test_with_layers_that_keep_softmax_any_padding_in_any_pieces_is_right(name, 
 
 # ----------------------------------------------------------------------------- 6. torch.compile
 
-SHORT = {  # one layer and few tokens: tracing takes time in proportion, 10 to 20 s each
-    "recency": (LinearizeConfig(sinks=1, window=3), 8),
-    "mix": (LinearizeConfig(router="mix", sinks=1, window=4, block=4, budget=2), 13),
+SHORT = {  # one layer and few tokens: tracing takes 10 s and more
+    "recency": (LinearizeConfig(sinks=1, window=3), 6),
+    "mix": (LinearizeConfig(router="mix", sinks=1, window=4, block=4, budget=2), 7),
 }
 
 
@@ -545,16 +540,16 @@ def test_in_half_precision_decoding_stays_as_near_to_float32_as_one_pass_does(dt
 # ----------------------------------------------------------------------------- 8. constant memory
 
 
-@each_model
-def test_the_state_stays_flat_while_the_teachers_cache_grows(kind, name):
-    model, teacher, bytes_of, teachers = model_of(kind, name), tiny_model(kind), [], []
-    for new in (60, 100, 200):  # multiples of the block: the same place in it
-        cache = generate(model, PROMPT, new=new, return_dict_in_generate=True).cache
-        assert cache.get_seq_length() == 20 + new - 1
-        bytes_of.append(state_bytes(cache))
-        cache = generate(teacher, PROMPT, new=new, return_dict_in_generate=True).cache
-        teachers.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
-    assert len(set(bytes_of)) == 1 and teachers[0] < teachers[1] < teachers[2]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_state_stays_flat_while_the_teachers_cache_grows(name):
+    model, ids, cache, sizes, teachers = model_of("qwen2", name), PROMPT, transformers.DynamicCache(), [], []
+    for total in (60, 100, 200):  # generated tokens; multiples of the block: the same place in it
+        ids = generate(model, ids, new=20 + total - ids.shape[1], cache=cache)
+        assert cache.get_seq_length() == 20 + total - 1
+        sizes.append(state_bytes(cache))
+        grown = forward(tiny_model(), ids[:, :-1], use_cache=True).cache
+        teachers.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in grown.layers))
+    assert len(set(sizes)) == 1 and teachers[0] < teachers[1] < teachers[2]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -563,7 +558,7 @@ def test_the_state_is_as_large_as_the_layer_says(name):
     for T in (5, 18, 29):
         cache = forward(model, IDS[:1, :T], use_cache=True).cache
         for module, layer in zip(model.model.layers, cache.layers):
-            assert layer.rows[0].nbytes() <= module.self_attn.linear.state_bytes(T, torch.float32)
+            assert layer.rows[0].nbytes() <= layer_bytes(module.self_attn.linear, T, torch.float32)
 
 
 def storage_bytes(cache):
@@ -588,15 +583,15 @@ def test_after_a_long_prompt_the_state_keeps_nothing_alive_but_itself(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_other_models_are_untouched_while_a_linearized_one_generates(name):
     other, another = tiny_model(), model_of("qwen2", "recency" if name == "mix" else "mix")
-    alone = [(m, logits(m, IDS), generate(m, PADDED, attention_mask=MASK)) for m in (other, another)]
-    want, seen = generate(model_of("llama", name), PROMPT[:1]), []
+    pairs = [(m, logits(m, IDS), generate(m, PADDED, 3, attention_mask=MASK)) for m in (other, another)]
+    want, seen = generate(model_of("llama", name), PROMPT[:1], 5), []
 
     def meanwhile():
-        for m, scores, tokens in alone:
+        for m, scores, tokens in pairs:
             seen.append(torch.equal(logits(m, IDS), scores))
-            seen.append(torch.equal(generate(m, PADDED, attention_mask=MASK), tokens))
+            seen.append(torch.equal(generate(m, PADDED, 3, attention_mask=MASK), tokens))
 
-    assert torch.equal(generate(model_of("llama", name), PROMPT[:1], streamer=Listener(meanwhile)), want)
-    assert len(seen) == 4 * (NEW + 1) and all(seen)
+    assert torch.equal(generate(model_of("llama", name), PROMPT[:1], 5, streamer=Listener(meanwhile)), want)
+    assert len(seen) == 4 * (5 + 1) and all(seen)
     cache = forward(other, PROMPT, use_cache=True).cache
     assert {type(layer) for layer in cache.layers} == {transformers.cache_utils.DynamicLayer}

@@ -1,0 +1,93 @@
+"""Does generation run in constant memory and time? Thousands of tokens, linearized and teacher, in one run.
+
+    python tests/generation_check.py --adapter out --json tests/results/generation.json
+    ... --model M --prompt-tokens 2048 --new-tokens 8192
+
+Greedy decoding of any text. Per thousand new tokens: median ms a token, bytes kept between tokens (the states,
+or the teacher's cache), peak resident memory of the process. Linearized first: its memory must not grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch  # noqa: E402
+
+import distill  # noqa: E402
+
+
+def resident() -> int:
+    """Bytes of memory that the process holds now (Linux), else its peak."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def kept(cache) -> int:
+    """Bytes of a cache: rows of states, or growing keys and values."""
+    rows = [row.nbytes() for layer in cache.layers for row in getattr(layer, "rows", ())]
+    grown = [x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None]
+    return sum(rows) + sum(grown)
+
+
+@torch.no_grad()
+def decode(model, prompt: torch.Tensor, new: int, every: int) -> list[dict]:
+    cache = distill.hf.DynamicCache()
+    for piece in prompt.split(512, 1):
+        token = model(input_ids=piece, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    parts = []
+    for _ in range(0, new, every):
+        times, peak = [], 0
+        for _ in range(every):
+            start = time.process_time()  # CPU time: other processes do not count
+            token = model(input_ids=token, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            times.append(time.process_time() - start)
+            peak = max(peak, resident())
+        parts.append(dict(ms=1e3 * statistics.median(times), mean_ms=1e3 * statistics.mean(times),
+                          state_bytes=kept(cache), resident=peak))  # fmt: skip
+        print(f"{len(parts) * every:6d} new tokens  {parts[-1]}", flush=True)
+    return parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="")
+    parser.add_argument("--adapter", required=True)
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--new-tokens", type=int, default=8192)
+    parser.add_argument("--every", type=int, default=1024)
+    parser.add_argument("--json", required=True)
+    args = parser.parse_args()
+    model, tokenizer = distill.load_teacher(args.model)
+    distill.load_linearized(model, args.adapter)
+    text = distill.read_text(())[0]
+    prompt = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"]
+    prompt = prompt[:, : args.prompt_tokens]
+    result = dict(command="python tests/generation_check.py " + " ".join(sys.argv[1:]))
+    result |= dict(date=time.strftime("%Y-%m-%d"), machine=f"{os.cpu_count()} cores, {platform.machine()}")
+    result |= dict(model=args.model or "embedded", every=args.every, threads=torch.get_num_threads())
+    result["linearize"] = distill.dataclasses.asdict(model.linearize_config)
+    result["linear"] = decode(model, prompt, args.new_tokens, args.every)
+    with distill.as_teacher(model):
+        result["teacher"] = decode(model, prompt, args.new_tokens, args.every)
+    for name in ("linear", "teacher"):
+        first, last = result[name][0], result[name][-1]
+        changes = {key: last[key] / first[key] - 1 for key in ("ms", "state_bytes", "resident")}
+        result[f"{name}_change"] = changes
+        print(name, "last against first part:", {key: f"{x:+.1%}" for key, x in changes.items()})
+    distill.write_atomically(Path(args.json), lambda p: p.write_text(json.dumps(result) + "\n"))
+
+
+if __name__ == "__main__":
+    main()
