@@ -1,10 +1,12 @@
-"""Does generation run in constant memory and time? Thousands of tokens, linearized and teacher, in one run.
+"""Does generation run in constant memory and time, and is a split sequence the whole one? On any model.
 
     python tests/generation_check.py --adapter out --json tests/results/generation.json
-    ... --model M --prompt-tokens 2048 --new-tokens 8192
+    ... --model M --prompt-tokens 2048 --new-tokens 8192        ... --splits: only the second question
 
-Greedy decoding of any text. Per thousand new tokens: median ms a token, bytes kept between tokens (the states,
-or the teacher's cache), peak resident memory of the process. Linearized first: its memory must not grow.
+Greedy decoding, linearized and teacher, in one run. Per thousand new tokens: median ms a token, bytes kept
+between tokens (states, or the teacher's cache), peak resident memory. Linearized first: it must not grow.
+Splits: the largest difference of any logit between one pass over 1,100 tokens and the same tokens in pieces
+(n tokens, then four one by one, then the rest).
 """
 
 from __future__ import annotations
@@ -54,10 +56,22 @@ def decode(model, prompt: torch.Tensor, new: int, every: int) -> list[dict]:
             token = model(input_ids=token, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
             times.append(time.process_time() - start)
             peak = max(peak, resident())
-        parts.append(dict(ms=1e3 * statistics.median(times), mean_ms=1e3 * statistics.mean(times),
-                          state_bytes=kept(cache), resident=peak))  # fmt: skip
+        ms, mean_ms = (1e3 * f(times) for f in (statistics.median, statistics.mean))
+        parts.append(dict(ms=ms, mean_ms=mean_ms, state_bytes=kept(cache), resident=peak))
         print(f"{len(parts) * every:6d} new tokens  {parts[-1]}", flush=True)
     return parts
+
+
+@torch.no_grad()
+def splits(model, ids: torch.Tensor, at: tuple[int, ...]) -> dict[int, float]:
+    whole, result = model(input_ids=ids, use_cache=False).logits, {}
+    for n in at:
+        cache, outputs = distill.hf.DynamicCache(), []
+        for piece in ids.split([n, 1, 1, 1, 1, ids.shape[1] - n - 4], 1):
+            outputs.append(model(input_ids=piece, cache=cache, use_cache=True).logits)
+        result[n] = (torch.cat(outputs, 1) - whole).abs().max().item()
+        print(f"split at {n:5d}: largest difference of a logit {result[n]:.1e}", flush=True)
+    return result
 
 
 def main() -> None:
@@ -67,21 +81,24 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=8192)
     parser.add_argument("--every", type=int, default=1024)
+    parser.add_argument("--splits", action="store_true")
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
     model, tokenizer = distill.load_teacher(args.model)
     distill.load_linearized(model, args.adapter)
     text = distill.read_text(())[0]
     prompt = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"]
-    prompt = prompt[:, : args.prompt_tokens]
     result = dict(command="python tests/generation_check.py " + " ".join(sys.argv[1:]))
     result |= dict(date=time.strftime("%Y-%m-%d"), machine=f"{os.cpu_count()} cores, {platform.machine()}")
     result |= dict(model=args.model or "embedded", every=args.every, threads=torch.get_num_threads())
     result["linearize"] = distill.dataclasses.asdict(model.linearize_config)
-    result["linear"] = decode(model, prompt, args.new_tokens, args.every)
-    with distill.as_teacher(model):
-        result["teacher"] = decode(model, prompt, args.new_tokens, args.every)
-    for name in ("linear", "teacher"):
+    if args.splits:
+        result["splits"] = splits(model, prompt[:, :1100], (1, 15, 16, 17, 63, 64, 65, 100, 1000))
+    else:
+        result["linear"] = decode(model, prompt[:, : args.prompt_tokens], args.new_tokens, args.every)
+        with distill.as_teacher(model):
+            result["teacher"] = decode(model, prompt[:, : args.prompt_tokens], args.new_tokens, args.every)
+    for name in () if args.splits else ("linear", "teacher"):
         first, last = result[name][0], result[name][-1]
         changes = {key: last[key] / first[key] - 1 for key in ("ms", "state_bytes", "resident")}
         result[f"{name}_change"] = changes
