@@ -255,9 +255,6 @@ def check_writable(folder: Path) -> None:
 def train(args: argparse.Namespace) -> None:
     """`python distill.py`: freeze, replace, train, measure."""
     (config, train), out = configs_from(args), Path(args.out)
-    if train.seq_len <= config.exact_pairs:
-        pairs = config.exact_pairs
-        raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
     check_writable(out)
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
     tokens, held_out = distill.load_data(tokenizer, train)
@@ -266,6 +263,9 @@ def train(args: argparse.Namespace) -> None:
         distill.load_linearized(model, args.adapter)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
+    pairs = model.linearize_config.exact_pairs
+    if train.seq_len <= pairs:
+        raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
     new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
     print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
     print(f"linearized  {len(layers)} layers with {new:,} new parameters ({new / frozen:.2%})")
@@ -293,7 +293,7 @@ def generate(args: argparse.Namespace) -> None:
     cache, hot, start = distill.hf.DynamicCache(), args.temperature > 0, time.time()
     torch.manual_seed(args.seed or 0)
     out = model.generate(
-        **ids, past_key_values=cache, max_new_tokens=args.max_new_tokens, prefill_chunk_size=1024,
+        **ids, cache=cache, max_new_tokens=args.max_new_tokens, prefill_chunk_size=1024,
         do_sample=hot, temperature=args.temperature if hot else None,
         streamer=distill.hf.TextStreamer(tokenizer, skip_prompt=True),
     )  # fmt: skip

@@ -317,9 +317,8 @@ def compare(bench: Bench, configs: dict[str, LinearizeConfig]) -> tuple[dict, di
             torch.manual_seed(train.seed)
             students[name, i] = new_layer(model, attention_modules(model)[i], config)
     trainable = {key: list(s.parameters()) for key, s in students.items() if list(s.parameters())}
-    optimizer = torch.optim.AdamW(
-        [p for params in trainable.values() for p in params], train.lr, (0.9, train.beta2), weight_decay=0.0
-    )
+    params = [p for some in trainable.values() for p in some] or [torch.zeros(1)]  # AdamW wants one
+    optimizer = torch.optim.AdamW(params, train.lr, (0.9, train.beta2), weight_decay=0.0)
     totals: dict[tuple, float] = {}
 
     def probe(module, teacher, student):
@@ -376,7 +375,7 @@ def measure_ablation(bench: Bench) -> tuple[dict, str]:
         for i in mine:
             attention_modules(bench.model)[i].linear = students[name, i]
             students[name, i].controller = bench.model.controller
-        rows = measure_text(dataclasses.replace(bench, rows=("linear",)))[0]["rows"]["linear"]
+        rows = measure_text(dataclasses.replace(bench, rows=("teacher", "linear")))[0]["rows"]["linear"]
         result[name] = dict(layer=error[name], pairs=config.exact_pairs, nll=rows["nll"], kl=rows["kl"])
         (nll, _), (kl, kl_se) = (mean_and_error(rows[m]) for m in ("nll", "kl"))
         mse = sum(error[name].values()) / len(error[name])

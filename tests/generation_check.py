@@ -47,7 +47,8 @@ def kept(cache) -> int:
 def decode(model, prompt: torch.Tensor, new: int, every: int) -> list[dict]:
     cache = distill.hf.DynamicCache()
     for piece in prompt.split(512, 1):
-        token = model(input_ids=piece, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        out = model(input_ids=piece, cache=cache, use_cache=True, logits_to_keep=1)
+    token = out.logits[:, -1:].argmax(-1)
     parts = []
     for _ in range(0, new, every):
         times, peak = [], 0

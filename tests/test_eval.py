@@ -1,15 +1,18 @@
 """eval.py: every figure is the one that its definition gives, and the commands write what they print."""
 
+import csv
 import json
 import math
+import random
 
+import benchmarks
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_model
 
 import distill
-import eval as evaluation
+import eval as evaluation  # before benchmarks: it says where that is
 from distill import TrainConfig, as_teacher, linearize, new_parameters
 from interventions import LinearizeConfig
 
@@ -25,9 +28,16 @@ def stirred_model(config=SMALL, **kw):
     return model
 
 
+def bench(model, **kw):
+    """A bench with the model's own rows."""
+    about = dict(tokenizer=None, tokens=None, held_out=SEQUENCES, train=TrainConfig(seq_len=40), rows=())
+    about |= dict(rows=("teacher", *model.controller.variants)) | kw
+    return evaluation.Bench(model=model, **about)
+
+
 def test_nll_kl_and_agreement_are_those_of_the_definition():
     model = stirred_model()
-    rows = evaluation.measure_text(model, SEQUENCES)
+    rows = evaluation.measure_text(bench(model))[0]["rows"]
     with torch.no_grad():
         with as_teacher(model):
             p = model(input_ids=SEQUENCES).logits[:, :-1].softmax(-1)
@@ -46,7 +56,7 @@ def test_nll_kl_and_agreement_are_those_of_the_definition():
 
 def test_layer_error_is_normalised_mse_on_the_teachers_inputs():
     model = stirred_model()
-    result = evaluation.measure_layers(model, SEQUENCES[:1], bins=8)
+    result = benchmarks.measure_layers(bench(model, held_out=SEQUENCES[:1]))[0]["layer"]
     captured = {}
 
     def keep(name):
@@ -59,13 +69,50 @@ def test_layer_error_is_normalised_mse_on_the_teachers_inputs():
             model(input_ids=SEQUENCES[:1])
         handle.remove()
     y, error = captured["teacher"], (captured["linear"] - captured["teacher"]).square()
-    assert math.isclose(
-        result["linear"]["layer"][0], (error.mean() / y.var(unbiased=False)).item(), rel_tol=1e-4
-    )
+    assert math.isclose(result[0]["linear"], (error.mean() / y.var(unbiased=False)).item(), rel_tol=1e-4)
     by_position = (error[0].mean(1) / y.var(unbiased=False)).view(8, 5).mean(1)
     # the first 8 tokens are exact: rounding errors, compared absolutely
-    assert torch.allclose(torch.tensor(result["linear"]["position"][0]), by_position, rtol=1e-4, atol=1e-6)
-    assert result["off"]["layer"].keys() == {0, 1} and result["off"]["layer"][1] > 0
+    assert torch.allclose(torch.tensor(result[0]["position"]), by_position, rtol=1e-4, atol=1e-6)
+    assert result.keys() == {0, 1} and result[1]["off"] > 0
+
+
+def test_the_share_of_softmaxs_mass_beyond_the_exact_pairs_is_that_of_the_definition():
+    model, captured = stirred_model(), {}
+    got = benchmarks.measure_layers(bench(model, held_out=SEQUENCES[:1]))[0]["layer"][0]["mass"]
+
+    def probe(module, teacher, student):
+        captured.setdefault("qk", student(lambda q, k, v, hidden, scale, softcap: (q, k, scale)))
+
+    distill.probe_layers(model, SEQUENCES[:1], probe)
+    q, k, scale = captured["qk"]
+    score = torch.einsum("bthk,bshk->bhts", q, k.repeat_interleave(2, 2)) * scale
+    p = score.masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    t, s = torch.arange(40)[:, None], torch.arange(40)[None]
+    far = (s >= 2) & (s <= t - 6)
+    assert math.isclose(got, (p * far).sum(-1)[:, :, 8:].mean().item(), rel_tol=1e-3)
+
+
+def test_rank_correlation_is_spearmans():
+    assert math.isclose(benchmarks.rank_correlation([1, 2, 3, 4], [10, 20, 40, 30]), 0.8)
+    assert math.isnan(benchmarks.rank_correlation([1.0, 2.0], [1.0, 2.0]))
+
+
+@pytest.mark.parametrize("router", ["recency", "mass", "mix"])
+def test_controls_have_as_many_pairs_or_at_least_the_bytes_and_no_memory(router):
+    config = LinearizeConfig(router=router, sinks=2, window=8, block=4, budget=4)
+    model = stirred_model(config)
+    evaluation.add_controls(model)
+    modes = model.controller.variants
+    size = evaluation.state_bytes(model, 100_000)
+    pairs = {name: evaluation.pairs_of(model, name) for name in modes}
+    assert pairs["off"] == pairs["linear"] == 14 and modes["off"] == dict(merge="off", router="recency")
+    assert size["bytes"] >= size["linear"] > size["off"] and modes["bytes"]["merge"] == "off"
+    per_pair = (size["bytes"] - size["off"]) / (pairs["bytes"] - pairs["off"])
+    assert size["bytes"] - size["linear"] < 1.5 * per_pair, "no more than the memory's bytes, rounded up"
+    content = {"mass", "random"} if router != "recency" else set()
+    assert set(modes) == {"linear", "off", "bytes"} | content
+    for name in set(modes) - {"linear", "random"}:
+        assert not list(distill.linear_layers(model)[0].variant(**modes[name]).parameters())
 
 
 def test_state_is_constant_in_length_and_the_teachers_cache_is_not():
@@ -84,23 +131,23 @@ def test_comparison_trains_all_configs_as_if_alone():
     model = linearize(tiny_model(), SMALL)
     train = TrainConfig(steps=4, seq_len=32, batch=2, warmup=0)
     tokens = torch.randint(1, 50, (500,), generator=torch.Generator().manual_seed(1))
-    configs = evaluation.rule_configs(SMALL)
-    together = evaluation.compare(model, tokens, SEQUENCES, train, configs)
-    assert list(together) == ["memory off"] + [
-        f"{rule} {merge}" for merge in ("sum", "sum, paper's", "lse") for rule in evaluation.RULES
+    configs, known = benchmarks.ladder(SMALL), dict(tokens=tokens, train=train)
+    together, _ = benchmarks.compare(bench(model, **known), configs)
+    assert list(together) == ["memory off", "pure", "+ window", "+ sinks", "+ conv"] + [
+        f"{rule} {merge}" for merge in ("sum", "sum, paper's", "lse") for rule in benchmarks.RULES
     ]
-    alone = evaluation.compare(model, tokens, SEQUENCES, train, {"kda lse": configs["kda lse"]})
+    alone, _ = benchmarks.compare(bench(model, **known), {"kda lse": configs["kda lse"]})
     assert alone["kda lse"] == together["kda lse"]
-    untrained = evaluation.compare(model, tokens, SEQUENCES, TrainConfig(steps=0, seq_len=32), configs)
+    known["train"] = TrainConfig(steps=0, seq_len=32)
+    untrained, _ = benchmarks.compare(bench(model, **known), configs)
     assert together["memory off"] == untrained["memory off"]
     assert sum(together["gdn lse"].values()) < sum(untrained["gdn lse"].values())
-    assert "kda lse" in evaluation.rules_table(together)
 
 
 def test_the_memory_off_row_of_the_comparison_is_the_layers_relative_error():
     model = linearize(tiny_model(), SMALL)
-    config = evaluation.rule_configs(SMALL)
-    got = evaluation.compare(model, SEQUENCES[0], SEQUENCES[:1], TrainConfig(steps=0, seq_len=32), config)
+    some = bench(model, held_out=SEQUENCES[:1], tokens=SEQUENCES[0], train=TrainConfig(steps=0, seq_len=32))
+    got, _ = benchmarks.compare(some, {"memory off": benchmarks.ladder(SMALL)["memory off"]})
     captured = {}
     first = distill.attention_modules(model)[0]
     for name, context in (("teacher", as_teacher(model)), ("off", model.controller.switch("off"))):
@@ -114,6 +161,18 @@ def test_the_memory_off_row_of_the_comparison_is_the_layers_relative_error():
     assert math.isclose(got["memory off"][0], want.item(), rel_tol=1e-4)
 
 
+def test_the_ablation_measures_each_design_in_place_and_leaves_the_model_as_it_was():
+    config = LinearizeConfig(sinks=2, window=16, block=4)
+    model = stirred_model(config)
+    train = TrainConfig(steps=1, seq_len=32, batch=1, warmup=0)
+    tokens = torch.randint(1, 50, (500,), generator=torch.Generator().manual_seed(1))
+    before = evaluation.measure_text(bench(model))[0]["rows"]
+    result, table = benchmarks.measure_ablation(bench(model, tokens=tokens, train=train))
+    assert "+ routing" in result and "| memory off | 18 |" in table
+    assert result["memory off"]["kl"] == before["off"]["kl"]
+    assert evaluation.measure_text(bench(model))[0]["rows"] == before
+
+
 def test_mean_and_error_are_the_textbooks():
     mean, error = evaluation.mean_and_error([1.0, 2.0, 4.0])
     assert math.isclose(mean, 7 / 3) and math.isclose(error, (7 / 3) ** 0.5 / 3**0.5)
@@ -124,8 +183,9 @@ def test_mean_and_error_are_the_textbooks():
 def trained(tmp_path_factory):
     """A short run of the real command on the embedded teacher."""
     folder = tmp_path_factory.mktemp("run")
-    args = ["--steps", "3", "--batch", "1", "--seq-len", "256", "--eval-tokens", "512", "--window", "28"]
-    assert distill.main(evaluation.report, ["--out", str(folder / "out"), *args]) == 0
+    args = ["--steps", "3", "--batch", "1", "--seq-len", "256", "--eval-tokens", "512", "--window", "32"]
+    args += ["--budget", "16"]
+    assert evaluation.distill_main(["--out", str(folder / "out"), *args]) == 0
     return folder, args
 
 
@@ -140,38 +200,67 @@ def test_distill_writes_adapter_metrics_and_raw_results(trained):
     }
     assert {p.name for p in out.iterdir()} == names
     result = json.loads((out / "results.json").read_text())
-    assert {"command", "date", "machine", "torch", "fingerprint", "train", "linearize", "text"} <= set(result)
-    assert (
-        len(result["text"]["linear"]["nll"]) == 2
-        and len((out / "metrics.jsonl").read_text().splitlines()) == 3
-    )
+    assert {"command", "date", "machine", "torch", "fingerprint", "train", "linearize", "ppl"} <= set(result)
+    assert set(result["ppl"]["rows"]) == {"teacher", "linear", "off", "mass", "random", "bytes"}
+    assert len(result["ppl"]["rows"]["linear"]["nll"]) == 2
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
     assert not list(out.glob("*.tmp"))
 
 
 def test_eval_of_a_saved_adapter_gives_the_figures_of_the_training_run(trained, capsys):
     folder, args = trained
     to = folder / "again.json"
-    done = evaluation.main(
-        ["--adapter", str(folder / "out"), "--json", str(to), "--tasks", "text,layers", *args]
-    )
-    assert done == 0 and "memory off" in capsys.readouterr().out
+    # the part of the training command that is not the adapter's own
+    rest = ["--seq-len", "256", "--eval-tokens", "512", "--tasks", "ppl,layers", "--json", str(to)]
+    assert evaluation.main(["--adapter", str(folder / "out"), *rest]) == 0
+    assert "linear saves on off" in capsys.readouterr().out
     first, again = (json.loads(p.read_text()) for p in (folder / "out" / "results.json", to))
-    assert first["text"] == again["text"] and first["fingerprint"] == again["fingerprint"]
-    assert set(again["layers"]["linear"]["layer"]) == {"0", "1", "2"}
+    assert first["ppl"] == again["ppl"] and first["fingerprint"] == again["fingerprint"]
+    assert set(again["layers"]["layer"]) == {"0", "1", "2"}
+
+
+def test_eval_changes_the_exact_part_of_an_adapter_and_nothing_that_has_parameters(trained, capsys):
+    folder, to = trained[0], trained[0] / "other.json"
+    run = ["--adapter", str(folder / "out"), "--seq-len", "256", "--eval-tokens", "256", "--json", str(to)]
+    assert evaluation.main([*run, "--router", "mass", "--budget", "8", "--rows", "linear"]) == 0
+    result = json.loads(to.read_text())
+    assert result["linearize"]["router"] == "mass" and result["ppl"]["pairs"]["linear"] == 44
+    assert set(result["ppl"]["rows"]) == {"teacher", "linear"}
+    assert evaluation.main([*run, "--rule", "kda"]) == 2
+    assert "--rule is fixed by the adapter; free are router, sinks" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_an_adapter_with_another_loss(trained):
+    folder, args = trained
+    to = ["--out", str(folder / "kl"), "--adapter", str(folder / "out"), "--loss", "kl", "--seq-len", "128"]
+    assert evaluation.distill_main([*to, "--steps", "1", "--batch", "1", "--eval-tokens", "256"]) == 0
+    about = json.loads((folder / "kl" / "adapter_config.json").read_text())
+    assert about["linearize"]["budget"] == 16 and about["train"]["loss"] == "kl"
+
+
+def test_generate_streams_text_and_says_what_it_took(trained, capsys):
+    call = ["generate", "--adapter", str(trained[0] / "out"), "--max-new-tokens", "5", "--prompt"]
+    assert evaluation.distill_main([*call, "The pass key is"]) == 0
+    out, err = capsys.readouterr()
+    assert len(out) > 5 and "at most 52 exact pairs a query, state " in err and "5 new tokens" in err
+    assert evaluation.distill_main([*call, ""]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+    assert evaluation.distill_main(["generate", "--prompt", "x"]) == 2
+    assert "generate needs --adapter DIR" in capsys.readouterr().err
 
 
 def test_resume_on_the_command_line_does_nothing_twice(trained, capsys):
     folder, args = trained
     before = (folder / "out" / "adapter_model.safetensors").read_bytes()
-    assert distill.main(evaluation.report, ["--out", str(folder / "out"), "--resume", *args]) == 0
+    assert evaluation.distill_main(["--out", str(folder / "out"), "--resume", *args]) == 0
     assert (folder / "out" / "adapter_model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(
     "args,message",
     [
-        (["--tasks", "txt"], "unknown task 'txt'; choose from: text, layers, rules"),
-        (["--tasks", "text"], "need --adapter DIR"),
+        (["--tasks", "txt"], "unknown task 'txt'; choose from: ablation, lambada, layers, mmlu, ppl"),
+        (["--tasks", "ppl"], "needs --adapter DIR"),
         (["--adapter", "nowhere"], "nowhere holds no adapter this code can read"),
         (["--json", "/proc/nothing/x.json"], "/proc/nothing"),
     ],
@@ -179,6 +268,90 @@ def test_resume_on_the_command_line_does_nothing_twice(trained, capsys):
 def test_bad_input_to_eval_gets_one_clear_line_and_status_2(args, message, tmp_path, capsys):
     assert evaluation.main(["--json", str(tmp_path / "x.json"), *args]) == 2
     assert message in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------- benchmarks
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The embedded teacher, linearized with few pairs, untrained; its tokenizer."""
+    model, tokenizer = distill.load_teacher()
+    linearize(model, LinearizeConfig(router="mix", sinks=4, window=32, budget=16))
+    evaluation.add_controls(model)
+    return model, tokenizer
+
+
+def test_mmlu_scores_letters_as_the_whole_prompt_does(embedded, tmp_path):
+    """Sharing the few-shot prefix changes nothing; prompts are the standard ones."""
+    model, tokenizer = embedded
+    rows = [[f"What is {i} plus {i}?", str(i), str(2 * i), "7", "none", "B"] for i in range(1, 9)]
+    for part, some in (("dev", rows[:5]), ("test", rows[5:])):
+        (tmp_path / part).mkdir()
+        with open(tmp_path / part / f"easy_sums_{part}.csv", "w", newline="") as f:
+            csv.writer(f).writerows(some)
+    run = bench(model, tokenizer=tokenizer, mmlu=str(tmp_path), rows=("teacher", "linear"))
+    result, table = benchmarks.measure_mmlu(run)
+    assert result["right"] == [1, 1, 1] and "3 questions of 1 subjects, 5 shots" in table
+    shots = "\n\n".join(f"{r[0]}\nA. {r[1]}\nB. {r[2]}\nC. {r[3]}\nD. {r[4]}\nAnswer: B" for r in rows[:5])
+    about = "The following are multiple choice questions (with answers) about easy sums.\n\n"
+    last = "\n\nWhat is 6 plus 6?\nA. 6\nB. 12\nC. 7\nD. none\nAnswer:"
+    ids = torch.tensor([run.encode(about + shots + last)])
+    letters = [run.encode(f"Answer: {x}")[-1] for x in "ABCD"]
+    for name in ("teacher", "linear"):
+        with run.row(name):
+            want = model(input_ids=ids, use_cache=False).logits[0, -1].log_softmax(-1)[letters]
+        # float32 in two orders of summation, rounded to 4 digits
+        assert torch.allclose(torch.tensor(result["letters"][name][0]), want, atol=2e-3)
+    with pytest.raises(distill.UserError, match="want folders dev and test"):
+        benchmarks.mmlu_files(str(tmp_path / "dev"))
+
+
+def test_lambada_asks_for_the_last_word_whatever_the_batch(embedded, tmp_path):
+    model, tokenizer = embedded
+    texts = ["The value is returned by the function", "If the object is a string", "Use the class statement"]
+    (tmp_path / "l.jsonl").write_text("\n".join(json.dumps(dict(text=x)) for x in texts * 7))
+    run = bench(model, tokenizer=tokenizer, lambada=str(tmp_path / "l.jsonl"), rows=("teacher", "linear"))
+    rows = benchmarks.measure_lambada(run)[0]["rows"]
+    ids, start = run.encode(texts[0]), len(run.encode("The value is returned by the"))
+    with run.row("teacher"):
+        log_p = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+    want = sum(log_p[i - 1, ids[i]].item() for i in range(start, len(ids)))
+    for i in (0, 3, 18):  # in other batches, beside other lengths
+        assert abs(rows["teacher"]["log_p"][i] - want) < 2e-3
+    assert rows["linear"]["log_p"] == pytest.approx(rows["teacher"]["log_p"], abs=2e-3), "short: exact"
+
+
+@pytest.mark.parametrize("kind", evaluation.KINDS)
+def test_retrieval_prompts_hold_their_facts_and_only_questions_with_one_answer(kind, embedded):
+    run = bench(embedded[0], tokenizer=embedded[1], train=TrainConfig(seq_len=400))
+    depths = []
+    for i, (ids, asks) in enumerate(benchmarks.retrieval_cases(run, kind, 4)):
+        text = embedded[1].decode(ids)
+        facts, again = benchmarks.facts_and_questions(kind, random.Random(f"0 {kind} {i}"))
+        assert asks == again and all(fact in text for fact in facts)
+        question = max(len(run.encode(q + a)) for q, a in asks)
+        assert abs(len(ids) + question - 400) < 8
+        depths.append(text.index(facts[0]) / len(text))
+        for _, answer in asks:
+            assert all(part in text for part in answer.split(" and "))
+        if kind == "tracking":
+            assert [text.index(fact) for fact in facts] == sorted(text.index(fact) for fact in facts)
+    if kind != "tracking":
+        assert depths == sorted(depths) and depths[0] < 0.15 and depths[-1] > 0.75
+
+
+def test_the_teacher_finds_pass_keys_and_forced_and_greedy_answers_agree(embedded):
+    kinds = ("passkey", "prose")
+    train = TrainConfig(seq_len=300)
+    about = dict(tokenizer=embedded[1], train=train, kinds=kinds, limit=4, rows=("teacher", "off"))
+    run = bench(embedded[0], **about)
+    rows = benchmarks.measure_retrieval(run)[0]["rows"]
+    assert sum(rows["teacher"]["prose"]["greedy"]) >= 3, "trained to find them, .99 at 1,024 tokens"
+    assert sum(rows["off"]["prose"]["greedy"]) <= 2, "52 newest tokens hold only late keys"
+    for row in rows.values():
+        for kind in kinds:
+            assert row[kind]["forced"] == row[kind]["greedy"]
 
 
 def test_the_embedded_teacher_recalls_and_reads(trained):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from test_distill import preset_config, stir
 
 from distill import MemoryCacheLayer, as_teacher, delinearize, linearize
+from eval import layer_bytes
 from interventions import LinearizeConfig
 
 CONFIGS = {  # so small that 30 tokens fill the memory, and for "mix" that the router chooses several times
@@ -112,6 +113,7 @@ class TestEveryFamily:
         assert torch.equal(got.logits, want.logits) and type(got.cache) is type(want.cache)
         assert not any(type(layer) is MemoryCacheLayer for layer in got.cache.layers)
         assert {type(m) for m in model.modules()} == kinds
+        assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 def test_layers_that_share_keys_and_values_decode_right_or_are_refused():
