@@ -1,7 +1,7 @@
 """Freeze a pretrained model, replace its attention by a constant-size memory, train only what is new.
 
 What you will learn here, in the order in which `python distill.py` does it
-    1. `load_teacher`, `load_data`: a hub id, folder, .gguf file or the tiny teacher in tests/teacher/; text
+    1. `load_teacher`: a hub id, a folder, a .gguf file or the tiny teacher in tests/teacher/
     2. `linearize`: the swap. The model's own code keeps doing projections, norms and RoPE; only softmax goes
     3. `LOSSES`: layer (each layer against the frozen teacher on the same inputs), ce (the paper's), kl
     4. `train_adapters`: AdamW on the new parameters; adapter and progress on disk at every save
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -26,11 +25,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import hf_hub_download
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -99,8 +96,7 @@ PRESETS = {
 }  # fmt: skip
 
 
-# ----------------------------------------------------------------------------- 1. the teacher and its text
-
+# ----------------------------------------------------------------------------- 1. the teacher
 
 def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto"):
     """(frozen model, tokenizer) from a hub id, a folder or a .gguf file; "" is the embedded teacher."""
@@ -120,46 +116,6 @@ def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto"):
     if kw:
         model.is_quantized = False  # GGUF weights are dequantized on loading, but stay marked as quantized
     return model.eval().requires_grad_(False), tokenizer
-
-
-def read_texts(source: str) -> list[str]:
-    """The documents of a .json or .jsonl file, or any other file as one; also of owner/name:file, a file in a
-    dataset repository of the hub. "" is the help text that comes with every Python, 700 KB of English."""
-    if not source:
-        return ["\n".join(topics[key] for key in sorted(topics))]
-    path = Path(source)
-    try:
-        if not path.exists() and source.count(":") == 1 and "/" in source.split(":")[0]:
-            path = Path(hf_hub_download(*source.split(":"), repo_type="dataset"))
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return [row["text"] for row in json.loads(text)]
-        lines = [line for line in text.split("\n") if line.strip()] if path.suffix == ".jsonl" else []
-        return [json.loads(line)["text"] for line in lines] or [text]
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise UserError(f"{source}: want a list or lines of objects with a text field") from None
-    except Exception as error:  # no such file, not UTF-8, or one of the hub's dozen classes
-        raise UserError(f"cannot read {source}: {brief(error)}") from None
-
-
-def read_text(sources: Sequence[str]) -> list[str]:
-    """One text a source; without sources the embedded one."""
-    return ["\n\n".join(read_texts(source)) for source in sources or ("",)]
-
-
-def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
-    """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training."""
-    texts, held = read_text(train.data), read_text(train.eval_data) if train.eval_data else []
-    if not held:
-        cuts = [len(text) * 9 // 10 for text in texts]
-        texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
-    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False, return_tensors="pt")
-    tokens, held_out = (encode("\n\n".join(part))["input_ids"][0] for part in (texts, held))
-    if min(len(tokens), len(held_out)) < train.seq_len:
-        have = f"{len(tokens)} training and {len(held_out)} held-out tokens"
-        raise UserError(f"too little text: {have} for --seq-len {train.seq_len}")
-    count = max(1, min(len(held_out), train.eval_tokens) // train.seq_len)
-    return tokens, held_out[: count * train.seq_len].view(count, train.seq_len)
 
 
 def batches(tokens: Tensor, train: TrainConfig, first_step: int = 0) -> Iterator[Tensor]:
@@ -224,7 +180,7 @@ class MemoryCacheLayer(hf.cache_utils.CacheLayerMixin):
         return self.seen + query_length, 0
 
     def reorder_cache(self, beams: Tensor) -> None:
-        self.rows = [self.rows[i] for i in beams.tolist()]
+        self.rows = [self.rows[i] for i in torch.arange(len(self.rows))[beams.cpu()].tolist()]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.rows = [row for row in self.rows for _ in range(repeats)]
@@ -245,13 +201,13 @@ def _prepare_inputs(module, args, kwargs):
     """Pre-hook on the base model: constant-size cache layers for empty ones, positions from the mask."""
     if module.config._attn_implementation != NAME:
         return  # the model is its own teacher now
-    cache = kwargs.pop("past_key_values", None)  # the older name of the same argument
-    cache, use = kwargs.pop("cache", cache), kwargs.get("use_cache")
-    position, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-    # In training a carried state would only hold on to the graph.
-    use = module.config.use_cache and not torch.is_grad_enabled() if use is None else use
-    kwargs["use_cache"] = use
+    cache = kwargs.pop("cache", kwargs.pop("past_key_values", None))  # the new and the old name
+    position, mask, use = (kwargs.get(name) for name in ("position_ids", "attention_mask", "use_cache"))
+    if isinstance(mask, dict):  # one a kind of layer; ours are all the same
+        mask = next((x for x in mask.values() if x is not None), None)
+    mask = mask if mask is not None and mask.dim() == 2 else None
+    if use is None:  # in training a carried state would only hold on to the graph
+        use = kwargs["use_cache"] = module.config.use_cache and not torch.is_grad_enabled()
     ours = cache is not None and any(isinstance(x, MemoryCacheLayer) for x in cache.layers)
     if not ours and (use or cache is not None) and linear_layers(module):
         if cache is not None and cache.get_seq_length():
@@ -274,9 +230,8 @@ def _prepare_inputs(module, args, kwargs):
             raise ValueError("position_ids restart within a row: packed documents need rows of their own")
     elif position is None and mask is not None:
         # HAZARD: softmax does not mind a shift of RoPE, but phi(q) and phi(k) do.
-        ids = args[0] if args else kwargs.get("input_ids")
-        T = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
-        kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -T:]
+        new = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
+        kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
     return args, kwargs
 
 
@@ -301,6 +256,7 @@ def linearize(
     if kind in REFUSED:
         raise UserError(f"cannot linearize {kind}: {REFUSED[kind]}")
     odd = getattr(text, "attention_chunk_size", None) or any(hasattr(m, "kv_lora_rank") for m in modules)
+    odd = odd or any(getattr(m, "is_kv_shared_layer", False) for m in modules)  # no cache of their own
     if odd or sum(output_projection(m) is not None for m in modules) != text.num_hidden_layers:
         raise UserError(f"cannot linearize {kind}: its attention modules are not of a shape this code knows")
     if linear_layers(model):
@@ -360,12 +316,11 @@ def fingerprint(model: hf.PreTrainedModel) -> str:
 
 # ----------------------------------------------------------------------------- 3. losses
 
-
 def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tensor:
     """|W_o (student - teacher)|^2 / |W_o teacher|^2, the error of the layer's output; its bias cancels."""
     W = output_projection(module).weight
-    error = F.linear((student - teacher).flatten(2), W).float().square().sum()
-    return error / F.linear(teacher.flatten(2), W).float().square().sum()
+    error, size = (F.linear(x.flatten(2), W) for x in (student - teacher, teacher))
+    return error.float().square().sum() / size.float().square().sum()
 
 
 def probe_layers(model: hf.PreTrainedModel, ids: Tensor, probe: Callable) -> None:
@@ -419,7 +374,6 @@ def kl_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
 
 # ----------------------------------------------------------------------------- 4. training
 
-
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Linear warm-up, at most a tenth of the run, then a cosine down to floor * lr."""
     warmup = min(train.warmup, train.steps // 10)
@@ -447,13 +401,11 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
             optimizer.zero_grad()
             try:
                 loss = LOSSES[train.loss](model, ids.to(params[0].device))
-                if not math.isfinite(loss):
-                    raise UserError(f"the loss is {loss}")
+                norms = [nn.utils.clip_grad_norm_(group, train.clip) for group in clip_groups]
+                if not all(map(math.isfinite, (loss, *norms))):
+                    raise UserError(f"the loss is {loss}, a gradient not finite")
             except UserError as error:
                 raise UserError(f"{error} at step {step}; the last save stays; try a lower --lr") from None
-            norms = [nn.utils.clip_grad_norm_(group, train.clip) for group in clip_groups]
-            if not all(map(math.isfinite, norms)):
-                raise UserError(f"infinite gradient at step {step}; the last save stays; try a lower --lr")
             optimizer.step()
             rate = (step + 1 - first) * ids.numel() / (time.time() - start)
             records.append(dict(step=step, loss=loss, lr=lr, tokens_per_second=rate))
@@ -469,7 +421,6 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
 
 
 # ----------------------------------------------------------------------------- files: adapters and progress
-
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write under a temporary name, then rename: a reader sees the old file or the new one, never a half."""
@@ -541,17 +492,18 @@ def set_parameters(model: hf.PreTrainedModel, tensors: dict[str, Tensor], folder
             p.copy_(tensors[name])
 
 
-def settings_of(model: hf.PreTrainedModel, train: TrainConfig) -> str:
-    """What must be equal for a run to go on."""
+def settings_of(model: hf.PreTrainedModel, train: TrainConfig) -> dict:
+    """What must be equal for a run to go on, as JSON has it."""
     settings = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
-    return json.dumps({k: v for k, v in settings.items() if k not in ("eval_tokens", "save_every")})
+    settings = {k: v for k, v in settings.items() if k not in ("eval_tokens", "save_every")}
+    return json.loads(json.dumps(settings))
 
 
 def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list[dict]) -> None:
     """All that --resume needs in one file: its parts cannot disagree. Then metrics and the adapter."""
     state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
     state |= {name: p.detach().cpu() for name, p in new_parameters(model).items()}
-    about = dict(settings=settings_of(model, train), records=json.dumps(records))
+    about = dict(settings=json.dumps(settings_of(model, train)), records=json.dumps(records))
     write_atomically(out / "progress.safetensors", lambda p: save_file(state, p, metadata=about))
     lines = "".join(json.dumps(record) + "\n" for record in records)
     write_atomically(out / "metrics.jsonl", lambda p: p.write_text(lines))
@@ -565,7 +517,7 @@ def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]
             state, about = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()
     except Exception as error:
         raise UserError(f"nothing to resume in {out}: {brief(error)}") from None
-    now, then = json.loads(settings_of(model, train)), json.loads(about["settings"])
+    now, then = settings_of(model, train), json.loads(about["settings"])
     if changed := sorted(k for k in now if then.get(k) != now[k]):
         raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
     set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)

@@ -19,18 +19,21 @@ import argparse
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import math
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -67,6 +70,46 @@ class Bench:
         as_row = distill.as_teacher(self.model) if name == "teacher" else self.model.controller.switch(name)
         with torch.no_grad(), as_row:
             yield self.model
+
+
+def read_texts(source: str) -> list[str]:
+    """The documents of a .json or .jsonl file, or any other file as one; also of owner/name:file, a file in a
+    dataset repository of the hub. "" is the help text that comes with every Python, 700 KB of English."""
+    if not source:
+        return ["\n".join(topics[key] for key in sorted(topics))]
+    path = Path(source)
+    try:
+        if not path.exists() and source.count(":") == 1 and "/" in source.split(":")[0]:
+            path = Path(hf_hub_download(*source.split(":"), repo_type="dataset"))
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return [row["text"] for row in json.loads(text)]
+        lines = [line for line in text.split("\n") if line.strip()] if path.suffix == ".jsonl" else []
+        return [json.loads(line)["text"] for line in lines] or [text]
+    except (KeyError, TypeError, json.JSONDecodeError):
+        raise UserError(f"{source}: want a list or lines of objects with a text field") from None
+    except Exception as error:  # no such file, not UTF-8, or one of the hub's dozen classes
+        raise UserError(f"cannot read {source}: {distill.brief(error)}") from None
+
+
+def read_text(sources: Sequence[str]) -> list[str]:
+    """One text a source; without sources the embedded one."""
+    return ["\n\n".join(read_texts(source)) for source in sources or ("",)]
+
+
+def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
+    """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training."""
+    texts, held = read_text(train.data), read_text(train.eval_data) if train.eval_data else []
+    if not held:
+        cuts = [len(text) * 9 // 10 for text in texts]
+        texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
+    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False, return_tensors="pt")
+    tokens, held_out = (encode("\n\n".join(part))["input_ids"][0] for part in (texts, held))
+    if min(len(tokens), len(held_out)) < train.seq_len:
+        have = f"{len(tokens)} training and {len(held_out)} held-out tokens"
+        raise UserError(f"too little text: {have} for --seq-len {train.seq_len}")
+    count = max(1, min(len(held_out), train.eval_tokens) // train.seq_len)
+    return tokens, held_out[: count * train.seq_len].view(count, train.seq_len)
 
 
 @register(ROUTERS, "random")
@@ -106,20 +149,20 @@ def add_controls(model) -> None:
 
 def state_bytes(model, length: int) -> dict[str, int]:
     """Bytes that one sequence of `length` tokens keeps: the teacher's cache, then each variant's state."""
-    modes = model.controller.variants
-    total = dict.fromkeys(("teacher", *modes), 0)
+    total = dict.fromkeys(("teacher", *model.controller.variants), 0)
     for module in attention_modules(model):
         layer, (_, kv_heads, dim) = getattr(module, "linear", None), head_shape(model, module)
-        cache = 2 * dim * kv_heads * length * model.dtype.itemsize
-        total["teacher"] += cache
-        for mode in modes:
-            own = cache if layer is None else layer_bytes(layer.variant(**modes[mode]), length, model.dtype)
-            total[mode] += own
+        for row, changes in dict(model.controller.variants, teacher=None).items():
+            keeps_softmax = layer is None or row == "teacher"
+            cache = 2 * dim * kv_heads * length * model.dtype.itemsize
+            if keeps_softmax:
+                total[row] += cache
+            else:
+                total[row] += layer_bytes(layer.variant(**changes), length, model.dtype)
     return total
 
 
 # ----------------------------------------------------------------------------- language modelling
-
 
 @register(TASKS, "ppl")
 def measure_text(bench: Bench) -> tuple[dict, str]:
@@ -140,16 +183,12 @@ def measure_text(bench: Bench) -> tuple[dict, str]:
                 sums[2] += (log_p.argmax(-1) == log_t.argmax(-1)).sum().item()
             for metric, total in zip(row.values(), sums):
                 metric.append(total / len(logits))
-    T, size = bench.held_out.shape[1], state_bytes(bench.model, bench.held_out.shape[1])
-    pairs = {"teacher": T} | {
-        name: min(T, pairs_of(bench.model, name)) for name in bench.model.controller.variants
-    }
-    result = dict(rows=rows, bytes={n: size[n] for n in rows}, pairs={n: pairs[n] for n in rows}, seq_len=T)
+    T, variants = bench.held_out.shape[1], bench.model.controller.variants
+    configs = {n: dataclasses.replace(bench.model.linearize_config, **variants[n]) for n in variants}
+    pairs = {n: T if n == "teacher" else min(T, configs[n].exact_pairs) for n in rows}
+    size = state_bytes(bench.model, T)
+    result = dict(rows=rows, bytes={n: size[n] for n in rows}, pairs=pairs, seq_len=T)
     return result, text_table(result)
-
-
-def pairs_of(model, name: str) -> int:
-    return dataclasses.replace(model.linearize_config, **model.controller.variants[name]).exact_pairs
 
 
 def text_table(result: dict) -> str:
@@ -165,9 +204,8 @@ def text_table(result: dict) -> str:
         if name not in ("teacher", "linear") and "linear" in rows:
             text = []
             for metric in ("nll", "kl"):
-                (saved, error), (gap, gap_error) = (
-                    paired(rows, metric, r, name) for r in ("linear", "teacher")
-                )
+                saved, error = paired(rows, metric, "linear", name)
+                gap, gap_error = paired(rows, metric, "teacher", name)
                 part = f" ({saved / gap:.0%} of its gap)" if gap > 3 * gap_error else ""
                 text.append(f"{metric} {saved:+.4f} ± {error:.4f}{part}")
             lines.append(f"linear saves on {name:8s} {', '.join(text)}")
@@ -185,37 +223,23 @@ def paired(rows: dict, metric: str, row: str, control: str = "off") -> tuple[flo
     return mean_and_error([off - on for off, on in zip(rows[control][metric], rows[row][metric])])
 
 
-# ----------------------------------------------------------------------------- reports
-
-
-def provenance(model, train: TrainConfig, fingerprint: str) -> dict:
-    """What a figure needs beside it to be run again."""
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, {model.device}"
-    return dict(
-        command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%d"),
-        machine=machine, torch=torch.__version__, train=getattr(model, "trained", dataclasses.asdict(train)),
-        measured=dict(seq_len=train.seq_len, model=train.model, data=train.data, eval_data=train.eval_data),
-        linearize=dataclasses.asdict(model.linearize_config), fingerprint=fingerprint,
-        new_parameters=sum(p.numel() for p in distill.new_parameters(model).values()),
-    )  # fmt: skip
-
-
 def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = ("ppl",)) -> None:
-    """Run the tasks, print their tables, write everything raw to `path` after each. `fingerprint`: of the
-    backbone, from the caller, who has it: hashing every weight once more takes seconds to minutes."""
-    result = provenance(bench.model, bench.train, fingerprint) | dict(
-        variants=bench.model.controller.variants
-    )
+    """Run the tasks, print their tables, write everything raw to `path` after each, beside what a figure
+    needs to be run again. `fingerprint`: of the backbone, from the caller, as hashing takes a while."""
+    model, train = bench.model, bench.train
+    result = dict(
+        command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%d"),
+        machine=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, {model.device}",
+        torch=torch.__version__, train=getattr(model, "trained", dataclasses.asdict(train)),
+        measured=dict(seq_len=train.seq_len, model=train.model, data=train.data, eval_data=train.eval_data),
+        linearize=dataclasses.asdict(model.linearize_config), variants=model.controller.variants,
+        new_parameters=sum(p.numel() for p in distill.new_parameters(model).values()),
+        fingerprint=fingerprint,
+    )  # fmt: skip
     for name in tasks:
         result[name], table = TASKS[name](bench)
         print(table, flush=True)
         distill.write_atomically(path, lambda p: p.write_text(json.dumps(result) + "\n"))
-
-
-def quick_report(model, tokenizer, data, train: TrainConfig, path: Path, fingerprint: str) -> None:
-    """What distill.py shows at its end: perplexity with all controls."""
-    add_controls(model)
-    report(Bench(model, tokenizer, *data, train, ("teacher", *model.controller.variants)), path, fingerprint)
 
 
 # ----------------------------------------------------------------------------- the command lines
@@ -257,7 +281,7 @@ def train(args: argparse.Namespace) -> None:
     (config, train), out = configs_from(args), Path(args.out)
     check_writable(out)
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
-    tokens, held_out = distill.load_data(tokenizer, train)
+    tokens, held_out = load_data(tokenizer, train)
     frozen, before = sum(p.numel() for p in model.parameters()), distill.fingerprint(model)
     if args.adapter:  # go on from there, with another loss for example
         distill.load_linearized(model, args.adapter)
@@ -314,7 +338,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if not args.adapter and tasks != ("ablation",):
         raise UserError("every task but ablation needs --adapter DIR (python distill.py makes one)")
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
-    data = distill.load_data(tokenizer, train)
+    data = load_data(tokenizer, train)
     if args.adapter:
         distill.load_linearized(model, args.adapter)
         typed = {f.name: getattr(args, f.name) for f in dataclasses.fields(LinearizeConfig)}

@@ -36,6 +36,7 @@ MERGES: dict[str, type[nn.Module]] = {}
 ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
 ASK_THE_MEMORY = ("error", "mix")  # routers that need one
 SUMS = ("origin", "total", "square")  # of the moments, in a state
+OFF = dict(merge="off", router="recency")  # the control of a memory: the same pairs without it
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,6 @@ class LinearizeConfig:
         return self.sinks + self.reach
 
 
-# ----------------------------------------------------------------------------- what the memory absorbed
-
-
 def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict:
     """What (9) needs of n = `count` keys, (1, T or 1): q.mu and q^T Sigma q, (B,T,H), Sigma diagonal (a full
     one was no better, and costs K x K).
@@ -108,9 +106,6 @@ def running_moments(q_bthk: Tensor, k_btgk: Tensor, count: int, sums: tuple[Tens
     return query_moments(q_bthk, n, origin, total, square), (origin, total[:, -1:], square[:, -1:])
 
 
-# ----------------------------------------------------------------------------- short convolution
-
-
 class ShortConv(nn.Module):
     """Depthwise causal convolution: y_t = bias + sum_j weight_j * x_{t-width+1+j}, per head and channel.
 
@@ -120,13 +115,11 @@ class ShortConv(nn.Module):
 
     def __init__(self, width: int, heads: int, dim: int, init: str):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width, heads, dim))
-        self.bias = nn.Parameter(torch.zeros(heads, dim))
+        bound = 0.0 if init == "identity" else width**-0.5
+        self.weight = nn.Parameter(torch.empty(width, heads, dim).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(heads, dim).uniform_(-bound, bound))
         if init == "identity":
             self.weight.data[-1] = 1.0
-        else:
-            nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
-            nn.init.uniform_(self.bias, -(width**-0.5), width**-0.5)
 
     def forward(self, x_bthk: Tensor, tail_bthk: Tensor | None = None) -> Tensor:
         """tail: the width-1 tokens before x (None: zeros)."""
@@ -137,7 +130,6 @@ class ShortConv(nn.Module):
 
 
 # ----------------------------------------------------------------------------- merges
-
 
 @register(MERGES, "off")
 class MemoryOff(nn.Module):
@@ -199,7 +191,6 @@ class LseMerge(nn.Module):
 
 # ----------------------------------------------------------------------------- routers
 
-
 @dataclass
 class Pool:
     """What a router sees when it keeps `budget` of P tokens, per sequence and kv head: each (B,P,G)."""
@@ -224,19 +215,20 @@ def route_by_mass(pool: Pool) -> Tensor:
 
 @register(ROUTERS, "error")
 def route_by_error(pool: Pool) -> Tensor:
-    """Whom the memory could not reproduce: finds a needle that nobody has asked for yet."""
-    return pool.recall_error()
+    """Whom the memory could not reproduce: finds a needle that nobody has asked for yet. In 4,096 steps, so
+    that rounding never decides between equals (a norm on v makes all errors equal while the memory is empty)."""
+    error = pool.recall_error()
+    return (error / error.amax(1, keepdim=True).clamp(min=1e-20) * 4096).round()
 
 
 @register(ROUTERS, "mix")
 def route_by_mix(pool: Pool) -> Tensor:
     """Half the budget by recall error, the other half by mass."""
-    surprising = pool.recall_error().topk(pool.budget // 2, 1).indices
-    return pool.received.scatter(1, surprising, torch.inf)
+    order = route_by_error(pool).argsort(dim=1, descending=True, stable=True)
+    return pool.received.scatter(1, order[:, : pool.budget // 2], torch.inf)
 
 
 # ----------------------------------------------------------------------------- the layer
-
 
 def take(x_blg: Tensor, place_bpg: Tensor) -> Tensor:
     """Each head's own tokens: those at `place` of x (B,L,G) or (B,L,G,...)."""
@@ -307,8 +299,10 @@ class LinearizedAttention(nn.Module):
         q_memory, bank, rest = self.enter(q_bthk, k_btgk, v_btgv, hidden_btd, past)
         path = self.shifted if self.config.router == "recency" else self.routed
         out, exact = path(q_bthk, q_memory, bank, rest, past.count, scale, softcap)
-        if state is not None:
-            state.count, state.exact, state.rest = past.count + q_bthk.shape[1], exact, rest
+        if state is not None:  # HAZARD: a view would keep the whole prompt alive
+            state.count = past.count + q_bthk.shape[1]
+            state.exact, state.rest = ({n: x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+                                        for n, x in d.items()} for d in (exact, rest))  # fmt: skip
         return out
 
     def enter(self, q, k, v, hidden, past: State) -> tuple[Tensor, dict, dict]:
@@ -465,7 +459,6 @@ class LinearizedAttention(nn.Module):
 
 # ----------------------------------------------------------------------------- what transformers calls
 
-
 @dataclass
 class Controller:
     """One per model, shared by its layers: what attention answers right now.
@@ -479,9 +472,7 @@ class Controller:
     teacher_attention: str
     mode: str = "linear"
     probe: Callable | None = None
-    variants: dict[str, dict] = dataclasses.field(
-        default_factory=lambda: dict(linear={}, off=dict(merge="off", router="recency"))
-    )
+    variants: dict[str, dict] = dataclasses.field(default_factory=lambda: dict(linear={}, off=dict(OFF)))
 
     @contextlib.contextmanager
     def switch(self, mode: str, probe: Callable | None = None):
@@ -492,20 +483,21 @@ class Controller:
             self.mode, self.probe = before
 
 
-def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """The teacher's softmax, for layers that keep it: T queries, the last of all keys; 2-D padding mask."""
+def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, window=None) -> Tensor:
+    """The teacher's softmax, for layers that keep it, with their own window: T queries, the last of all keys."""
     T, N, G = q.shape[1], k.shape[1], k.shape[2]
-    if softcap is None and mask_bt is None and T in (1, N):
+    if softcap is None and mask_bt is None and T in (1, N) and N <= (window or N):
         x = (y.transpose(1, 2) for y in (q, k, v))
         out = F.scaled_dot_product_attention(*x, is_causal=T > 1, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
     at = torch.arange(N, device=q.device)
-    visible = (at <= at[N - T :, None])[None, None]
+    age = at[N - T :, None] - at
+    visible = ((age >= 0) & (age < (window or N)))[None, None]
     if mask_bt is not None:
-        visible = visible & mask_bt[:, None, None, :].bool()
+        visible = visible & mask_bt[:, None, None, -N:].bool()
     q_bgrtk = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
     o_bgrtv, _, _ = attend(q_bgrtk, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
-    return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
 
 
 def attention_forward(
@@ -517,15 +509,14 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     (B, T), scale, own_window = q.shape[:2], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
     layer = getattr(module, "linear", None)
-    if own_window is not None and own_window < (T if memory is None else memory.get_seq_length()):
-        raise ValueError(f"layer {module.layer_idx} has its own sliding window of {own_window} tokens")
-    if options.get("s_aux") is not None or options.get("position_bias") is not None:
-        raise ValueError(f"layer {module.layer_idx} has sink logits or a position bias")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
+    if options.get("s_aux") is not None or options.get("position_bias") is not None:
+        raise ValueError(f"layer {module.layer_idx} has sink logits or a position bias")
     if layer is None:
-        out = full_attention(q, k, v, attention_mask, scale, softcap)
-        return out if attention_mask is None else out.nan_to_num(0.0), None
+        return full_attention(q, k, v, attention_mask, scale, softcap, own_window), None
+    if own_window is not None and own_window < (T if memory is None else memory.get_seq_length()):
+        raise ValueError(f"layer {module.layer_idx} has its own sliding window of {own_window} tokens")
     if k.shape[1] != T:
         raise ValueError("a linearized layer was given past keys: pass past_key_values of the model itself")
     hidden, layer.hidden = layer.hidden, None  # kept longer, it would hold on to the graph

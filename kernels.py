@@ -325,7 +325,6 @@ def key_gradient_kernel(q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, 
 
 # ---------------------------------------------------------------------------- launching
 
-
 def plan(R: int, HEADS: int, K: int, V: int, T: int, chunk: int, DECAY: bool, ERASE: bool, exact: bool):
     """What all kernels are compiled for. Tiles are [C, BK] and [C, BV]; a walk holds [WK, WV] of a state."""
     C = max(16, min(chunk, 1 << (T - 1).bit_length(), 64 if K <= 128 else 32))  # tl.dot wants 16 or more

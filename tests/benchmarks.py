@@ -25,7 +25,7 @@ from tqdm.auto import tqdm
 
 import distill
 from distill import UserError, attention_modules, linear_layers, new_layer
-from eval import TASKS, Bench, mean_and_error, measure_text, paired
+from eval import TASKS, Bench, mean_and_error, measure_text, paired, read_text, read_texts
 from interventions import LinearizeConfig
 from linear_attn import RULES, exact_attention, key_concentration, projection_residual, register
 
@@ -176,7 +176,7 @@ def mmlu_table(result: dict) -> str:
 @register(TASKS, "lambada")
 def measure_lambada(bench: Bench) -> tuple[dict, str]:
     """LAMBADA: is the last word of a passage what greedy decoding says? And the word's log-probability."""
-    passages = distill.read_texts(bench.lambada)[: bench.limit or None]
+    passages = read_texts(bench.lambada)[: bench.limit or None]
     cut = [text.rstrip().rsplit(" ", 1)[0] for text in passages]
     ids, starts = (
         [bench.encode(text.rstrip()) for text in passages],
@@ -242,7 +242,7 @@ def facts_and_questions(kind: str, rng: random.Random) -> tuple[list[str], list[
 
 def retrieval_cases(bench: Bench, kind: str, count: int) -> Iterator[tuple[list[int], list[tuple[str, str]]]]:
     """(about --seq-len tokens, questions): the first fact at depths from 5 to 90 %, the others anywhere."""
-    text = FILLER * 10_000 if kind == "passkey" else " ".join(distill.read_text(bench.train.eval_data))
+    text = FILLER * 10_000 if kind == "passkey" else " ".join(read_text(bench.train.eval_data))
     hay = bench.encode(text[: 40 * bench.train.seq_len * (1 + count // 8)])
     for i in range(count):
         rng = random.Random(f"{bench.train.seed} {kind} {i}")
@@ -354,7 +354,8 @@ def ladder(base: LinearizeConfig) -> dict[str, LinearizeConfig]:
     at = functools.partial(dataclasses.replace, base, router="recency", budget=0, window=base.reach)
     half = base.reach // 2 // base.block * base.block
     made = {"memory off": at(merge="off"), "pure": at(sinks=0, window=0, conv=0),
-            "+ window": at(sinks=0, conv=0), "+ sinks": at(conv=0), "+ conv": at(conv=base.conv or 4)}  # fmt: skip
+            "+ window": at(sinks=0, conv=0), "+ sinks": at(conv=0),
+            "+ conv": at(conv=base.conv or 4)}  # fmt: skip
     if half:
         made["+ routing"] = at(conv=base.conv or 4, router="mix", window=half, budget=base.reach - half)
     paper = {n: distill.PRESETS["paper"][n] for n in ("features", "memory_per", "beta_bias", "decay_bias")}

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import distill  # noqa: E402
+import eval  # noqa: E402
 
 
 def resident() -> int:
@@ -87,7 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer = distill.load_teacher(args.model)
     distill.load_linearized(model, args.adapter)
-    text = distill.read_text(())[0]
+    text = eval.read_text(())[0]
     prompt = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"]
     result = dict(command="python tests/generation_check.py " + " ".join(sys.argv[1:]))
     result |= dict(date=time.strftime("%Y-%m-%d"), machine=f"{os.cpu_count()} cores, {platform.machine()}")

@@ -423,7 +423,7 @@ def test_held_out_text_is_never_trained_on(tmp_path):
     text = " ".join(f"word{i}" for i in range(3000))
     (tmp_path / "a.txt").write_text(text)
     config = TrainConfig(data=(str(tmp_path / "a.txt"),), seq_len=64)
-    tokens, held = distill.load_data(tokenizer, config)
+    tokens, held = evaluation.load_data(tokenizer, config)
     assert tokenizer.decode(tokens) == text[: len(text) * 9 // 10]
     assert tokenizer.decode(held.flatten()) in text[len(text) * 9 // 10 :]
 
@@ -433,12 +433,12 @@ def test_text_comes_from_txt_json_and_jsonl(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "a.txt").write_text("one\n\ntwo")
-    read = [distill.read_text([str(tmp_path / f"a.{end}")])[0] for end in ("json", "jsonl", "txt")]
+    read = [evaluation.read_text([str(tmp_path / f"a.{end}")])[0] for end in ("json", "jsonl", "txt")]
     assert read == ["one\n\ntwo"] * 3
     for bad in ('{"a": 1}', '[{"a": 1}]', "[1]", "nothing"):
         (tmp_path / "b.json").write_text(bad)
         with pytest.raises(distill.UserError, match="text field"):
-            distill.read_texts(str(tmp_path / "b.json"))
+            evaluation.read_texts(str(tmp_path / "b.json"))
 
 
 def test_our_kernels_module_does_not_confuse_transformers():

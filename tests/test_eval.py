@@ -1,6 +1,7 @@
 """eval.py: every figure is the one that its definition gives, and the commands write what they print."""
 
 import csv
+import dataclasses
 import json
 import math
 import random
@@ -104,7 +105,7 @@ def test_controls_have_as_many_pairs_or_at_least_the_bytes_and_no_memory(router)
     evaluation.add_controls(model)
     modes = model.controller.variants
     size = evaluation.state_bytes(model, 100_000)
-    pairs = {name: evaluation.pairs_of(model, name) for name in modes}
+    pairs = {name: dataclasses.replace(config, **modes[name]).exact_pairs for name in modes}
     assert pairs["off"] == pairs["linear"] == 14 and modes["off"] == dict(merge="off", router="recency")
     assert size["bytes"] >= size["linear"] > size["off"] and modes["bytes"]["merge"] == "off"
     per_pair = (size["bytes"] - size["off"]) / (pairs["bytes"] - pairs["off"])
@@ -361,7 +362,7 @@ def test_the_embedded_teacher_recalls_and_reads(trained):
     assert metrics["held_out_perplexity"] < metrics["unigram_perplexity"] / 4
     assert sum(p.stat().st_size for p in distill.EMBEDDED.iterdir()) < 3_000_000
     model, tokenizer = distill.load_teacher()
-    _, held = distill.load_data(tokenizer, TrainConfig(seq_len=512, eval_tokens=4096))
+    _, held = evaluation.load_data(tokenizer, TrainConfig(seq_len=512, eval_tokens=4096))
     with torch.no_grad():
         logits = model(input_ids=held).logits[:, :-1]
     nll = F.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten())
