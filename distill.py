@@ -1,15 +1,14 @@
 """Freeze a pretrained model, replace its attention by a constant-size memory, train only what is new.
 
-What you will learn here, in the order in which `python distill.py` does it
+What you will learn here, in the order in which `python distill.py` does it (its command line is in eval.py)
     1. `load_teacher`: a hub id, a folder, a .gguf file or the tiny teacher in tests/teacher/
     2. `linearize`: the swap. The model's own code keeps doing projections, norms and RoPE; only softmax goes
     3. `LOSSES`: layer (each layer against the frozen teacher on the same inputs), ce (the paper's), kl
     4. `train_adapters`: AdamW on the new parameters; adapter and progress on disk at every save
-On a first reading skip the files at the end. The command line is in eval.py. Only this module loads models.
-
-transformers looks its attention function up by name at every call (AttentionInterface): ours is registered
-once and switched on per model. The new parameters are one submodule `linear` on each attention module: no
-name in the backbone's state dict changes, no model family needs code of its own.
+Skip the files at the end on a first reading. transformers looks its attention function up by name at every
+call (AttentionInterface): ours is registered once and switched on per model. The new parameters are a
+submodule `linear` of each attention module: no name in the backbone's state dict changes, no model family
+needs code of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from interventions import Controller, LinearizeConfig, LinearizedAttention, attention_forward, padding_mask
+from interventions import Controller, LinearizeConfig, LinearizedAttention, attention_forward
 from linear_attn import option, register, validate
 
 # HAZARD: transformers asks whether a package named `kernels` is installed and would import *our* kernels.py.
@@ -47,16 +46,17 @@ sys.modules["kernels"] = _ours
 EMBEDDED = Path(__file__).resolve().parent / "tests" / "teacher"
 NAME = "linear_memory"  # our attention's name inside transformers
 FORMAT = 2  # of the adapter folder
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOSSES: dict[str, Callable] = {}
-
-
-class UserError(ValueError):
-    """Something the user can mend: shown as one line, without a traceback."""
 
 
 def brief(error: Exception) -> str:
     """A foreign error's text on one line of bearable length."""
     return " ".join(str(error).split())[:160]
+
+
+class UserError(ValueError):
+    """Something the user can mend: shown as one line, without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,7 @@ class TrainConfig:
     seed: int = option(0, "seed of initialisation and data order", low=0)
     eval_tokens: int = option(16384, "held-out tokens to measure on", low=1)
     layers: tuple = option((), "layers to linearize, as 0 3 7 (default: all)", item=int)
-    dtype: str = option("auto", "backbone dtype; auto is bfloat16 on CUDA, else float32",
-                        ("auto", "float32", "float16", "bfloat16"))  # fmt: skip
+    dtype: str = option("auto", "of the backbone; auto: bfloat16 on CUDA, else float32", DTYPES)
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda if there is one")
     save_every: int = option(20, "steps between saves", low=1)
 
@@ -95,15 +94,12 @@ PRESETS = {
                   beta2=0.999, warmup=100, floor=0.0, clip=1.0, batch=1),
 }  # fmt: skip
 
-
 # ----------------------------------------------------------------------------- 1. the teacher
 
 def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto"):
     """(frozen model, tokenizer) from a hub id, a folder or a .gguf file; "" is the embedded teacher."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto":
-        dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
     path = Path(name or EMBEDDED)
     source, kw = str(path) if path.exists() else name, {}
     if path.suffix == ".gguf":
@@ -125,10 +121,14 @@ def batches(tokens: Tensor, train: TrainConfig, first_step: int = 0) -> Iterator
         starts = torch.randint(0, len(tokens) - train.seq_len + 1, (train.batch,), generator=g)
         yield torch.stack([tokens[i : i + train.seq_len] for i in starts])
 
-
 # ----------------------------------------------------------------------------- 2. the swap
 
 REFUSED = {"gpt_oss": "learned sink logits in its softmax", "gpt_neox": "attention of an older design"}
+def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):
+    """Hand on the 2-D padding mask, or None. HAZARD: without a mask function, padding is dropped silently."""
+    return None if attention_mask is None or bool(attention_mask.bool().all()) else attention_mask
+
+
 hf.AttentionInterface.register(NAME, attention_forward)
 hf.AttentionMaskInterface.register(NAME, padding_mask)
 
@@ -176,9 +176,6 @@ class MemoryCacheLayer(hf.cache_utils.CacheLayerMixin):
     def get_seq_length(self) -> int:
         return self.seen  # columns, padding included: masks and positions count them
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
     def reorder_cache(self, beams: Tensor) -> None:
         self.rows = [self.rows[i] for i in torch.arange(len(self.rows))[beams.cpu()].tolist()]
 
@@ -189,6 +186,7 @@ class MemoryCacheLayer(hf.cache_utils.CacheLayerMixin):
         raise ValueError("a memory cannot forget its last tokens: no assisted decoding, no cropped cache")
 
     batch_select_indices, reset, get_max_length = reorder_cache, __init__, lambda self: -1
+    get_mask_sizes = lambda self, query_length: (self.seen + query_length, 0)  # noqa: E731
     lazy_initialization = offload = prefetch = lambda self, *_: None
 
 
@@ -283,8 +281,7 @@ def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook in (_keep_hidden, _prepare_inputs):
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-    for module in attention_modules(model):
-        if hasattr(module, "linear"):
+        if isinstance(getattr(module, "linear", None), LinearizedAttention):
             del module.linear
     del model.controller, model.linearize_config
     return model
@@ -312,7 +309,6 @@ def digest(tensors: dict[str, Tensor], about: str = "") -> str:
 def fingerprint(model: hf.PreTrainedModel) -> str:
     """Digest of the backbone: it changes if anything was not frozen."""
     return digest({name: x for name, x in model.state_dict().items() if ".linear." not in name})
-
 
 # ----------------------------------------------------------------------------- 3. losses
 
@@ -371,7 +367,6 @@ def kl_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
     loss.backward()
     return loss.item()
 
-
 # ----------------------------------------------------------------------------- 4. training
 
 def learning_rate(step: int, train: TrainConfig) -> float:
@@ -389,9 +384,8 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
     optimizer = torch.optim.AdamW(params, lr=train.lr, betas=(0.9, train.beta2), weight_decay=0.0)
     records = load_progress(model, optimizer, train, out) if resume else []
     # The layer loss is as many problems as there are layers: one's large gradient must not clip another's.
-    clip_groups = [params]
-    if train.loss == "layer":
-        clip_groups = [list(layer.parameters()) for layer in linear_layers(model).values()]
+    layers = [list(layer.parameters()) for layer in linear_layers(model).values()]
+    clip_groups = layers if train.loss == "layer" else [params]
     first, start = len(records), time.time()
     bar = tqdm(batches(tokens, train, first), total=train.steps, initial=first, desc=train.loss, disable=None)
     try:
@@ -418,7 +412,6 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
     finally:
         bar.close()
     return records
-
 
 # ----------------------------------------------------------------------------- files: adapters and progress
 
@@ -521,10 +514,8 @@ def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]
     if changed := sorted(k for k in now if then.get(k) != now[k]):
         raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
     set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)
-    moments: dict[int, dict[str, Tensor]] = {}
-    for key, value in state.items():
-        name, index = key.rsplit(".", 1)
-        moments.setdefault(int(index), {})[name] = value
+    numbers = {int(key.rsplit(".", 1)[1]) for key in state}
+    moments = {i: {k.split(".")[0]: x for k, x in state.items() if k.endswith(f".{i}")} for i in numbers}
     optimizer.load_state_dict(dict(optimizer.state_dict(), state=moments))
     return json.loads(about["records"])
 

@@ -5,12 +5,9 @@ own attention; "off" has as many exact pairs, the newest, and no memory; "bytes"
 further exact pairs; "random" has the memory and a router that does not look. A design counts as better only
 if it beats "off" *and* "bytes" (arXiv 2608.28444 found the off row above published linearizations).
 
-    python eval.py --adapter out                              perplexity, KL and top-1 agreement
-    python eval.py --adapter out --tasks layers,retrieval     any of TASKS below, --limit N of everything
-    python eval.py --model M --adapter DIR --tasks mmlu,lambada --mmlu DIR --lambada FILE
-    python eval.py --model M --tasks ablation --layers 0 5    which part does how much, as markdown
-    ... --router mass --budget 64 --window 64                 the same adapter with other exact pairs
-    ... --rows teacher,off,linear --json FILE                 some rows only; where everything goes raw
+    python eval.py --adapter out --tasks ppl,layers,retrieval,mmlu,lambada       (tests/benchmarks.py)
+    python eval.py --model M --tasks ablation --layers 0 5        which part does how much, as markdown
+    ... --router mass --budget 64 --rows teacher,linear           other exact pairs; some rows only
 """
 
 from __future__ import annotations
@@ -136,14 +133,12 @@ def add_controls(model) -> None:
     layer, content = next(iter(linear_layers(model).values())), config.router != "recency"
     blind = dict(merge="off", router="mass" if config.router in ASK_THE_MEMORY else config.router)
     grow = "budget" if content else "window"
-
-    def size(changes: dict) -> int:
-        return layer_bytes(layer.variant(**changes), 10**6, model.dtype)
-
     if content:
         modes |= {blind["router"]: blind, "random": dict(router="random")}
     if layer.rule is not None:
-        more = math.ceil((size({}) - size(blind)) / (size(blind | {grow: 1000}) - size(blind | {grow: 999})))
+        changes = {}, blind, blind | {grow: 1000}, blind | {grow: 999}
+        own, less, big, small = (layer_bytes(layer.variant(**c), 10**6, model.dtype) for c in changes)
+        more = math.ceil((own - less) / (big - small))
         modes["bytes"] = blind | {grow: getattr(config, grow) + more}
 
 
@@ -153,14 +148,11 @@ def state_bytes(model, length: int) -> dict[str, int]:
     for module in attention_modules(model):
         layer, (_, kv_heads, dim) = getattr(module, "linear", None), head_shape(model, module)
         for row, changes in dict(model.controller.variants, teacher=None).items():
-            keeps_softmax = layer is None or row == "teacher"
-            cache = 2 * dim * kv_heads * length * model.dtype.itemsize
-            if keeps_softmax:
-                total[row] += cache
+            if layer is None or row == "teacher":
+                total[row] += 2 * dim * kv_heads * length * model.dtype.itemsize
             else:
                 total[row] += layer_bytes(layer.variant(**changes), length, model.dtype)
     return total
-
 
 # ----------------------------------------------------------------------------- language modelling
 
@@ -202,13 +194,12 @@ def text_table(result: dict) -> str:
         lines.append(f"{name:10s}{figures}{result['pairs'][name]:7d}{result['bytes'][name]:13,d}")
     for name in rows:
         if name not in ("teacher", "linear") and "linear" in rows:
-            text = []
+            line = f"linear saves on {name:8s}"
             for metric in ("nll", "kl"):
-                saved, error = paired(rows, metric, "linear", name)
-                gap, gap_error = paired(rows, metric, "teacher", name)
-                part = f" ({saved / gap:.0%} of its gap)" if gap > 3 * gap_error else ""
-                text.append(f"{metric} {saved:+.4f} ± {error:.4f}{part}")
-            lines.append(f"linear saves on {name:8s} {', '.join(text)}")
+                (saved, error), gap = (paired(rows, metric, row, name) for row in ("linear", "teacher"))
+                part = f" ({saved / gap[0]:.0%} of its gap)" if gap[0] > 3 * gap[1] else ""
+                line += f" {metric} {saved:+.4f} ± {error:.4f}{part}"
+            lines.append(line)
     return "\n".join(lines)
 
 
@@ -241,7 +232,6 @@ def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = 
         print(table, flush=True)
         distill.write_atomically(path, lambda p: p.write_text(json.dumps(result) + "\n"))
 
-
 # ----------------------------------------------------------------------------- the command lines
 
 EXACT_PART = ("router", "sinks", "window", "budget", "block", "half_life", "chunk", "impl")  # not trained
@@ -262,17 +252,13 @@ def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig
     """The dataclasses' defaults, then the preset's values, then what the user typed."""
     values = dict(lookup(distill.PRESETS, args.preset, "preset"))
     values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
-
-    def pick(cls):
-        return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
-
-    return pick(LinearizeConfig), pick(TrainConfig)
+    return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
+                 for cls in (LinearizeConfig, TrainConfig))  # fmt: skip
 
 
 def check_writable(folder: Path) -> None:
     """Find out now, not after an hour of training, whether results can be written."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / ".writable").touch()
+    distill.write_atomically(folder / ".writable", Path.touch)
     (folder / ".writable").unlink()
 
 
@@ -311,9 +297,9 @@ def generate(args: argparse.Namespace) -> None:
     model, tokenizer = distill.load_teacher(args.model, args.dtype or "auto", args.device or "auto")
     distill.load_linearized(model, args.adapter)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    ids = tokenizer(prompt, return_tensors="pt", verbose=False).to(model.device)
-    if ids["input_ids"].numel() == 0:
+    if not prompt.strip():
         raise UserError("the prompt is empty")
+    ids = tokenizer(prompt, return_tensors="pt", verbose=False).to(model.device)
     cache, hot, start = distill.hf.DynamicCache(), args.temperature > 0, time.time()
     torch.manual_seed(args.seed or 0)
     out = model.generate(
@@ -341,8 +327,8 @@ def evaluate(args: argparse.Namespace) -> None:
     data = load_data(tokenizer, train)
     if args.adapter:
         distill.load_linearized(model, args.adapter)
-        typed = {f.name: getattr(args, f.name) for f in dataclasses.fields(LinearizeConfig)}
-        typed = {name: value for name, value in typed.items() if value is not None}
+        names = [f.name for f in dataclasses.fields(LinearizeConfig)]
+        typed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         if fixed := sorted(set(typed) - set(EXACT_PART)):
             raise UserError(f"--{fixed[0]} is fixed by the adapter; free are {', '.join(EXACT_PART)}")
         model.linearize_config = dataclasses.replace(model.linearize_config, **typed)
@@ -351,19 +337,19 @@ def evaluate(args: argparse.Namespace) -> None:
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
     add_controls(model)
-    every = dict.fromkeys(("teacher", *model.controller.variants))
+    every, kinds = dict(model.controller.variants, teacher={}), tuple(args.kinds.split(","))
     rows = tuple(dict.fromkeys(["teacher", *(args.rows.split(",") if args.rows else every)]))
-    kinds = tuple(args.kinds.split(","))
-    for table, names, what in ((every, rows, "row"), (dict.fromkeys(KINDS), kinds, "kind")):
-        for name in names:
-            lookup(table, name, what)
+    for name in rows + kinds:
+        lookup(every if name in rows else dict.fromkeys(KINDS), name, "row" if name in rows else "kind")
     bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada)
     report(bench, Path(args.json), distill.fingerprint(model), tasks)
 
 
-def command_line(run: Callable, describe: Callable, argv: list[str] | None) -> int:
+def command_line(commands: dict[str, Callable], describe: Callable, argv: list[str] | None) -> int:
     """Parse, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+    first = next(iter(commands))
+    parser.add_argument("command", nargs="?", default=first, choices=commands, help=f"what to do [{first}]")
     describe(parser)
     parser.add_argument("--adapter", help="folder that distill.py wrote")
     choices = ", ".join(distill.PRESETS)
@@ -372,7 +358,7 @@ def command_line(run: Callable, describe: Callable, argv: list[str] | None) -> i
     add_options(parser, LinearizeConfig)
     args = parser.parse_args(argv)
     try:
-        run(args)
+        commands[args.command](args)
     except KeyboardInterrupt:
         print("\ninterrupted; what was saved so far is kept", file=sys.stderr)
         return 130
@@ -387,7 +373,6 @@ def command_line(run: Callable, describe: Callable, argv: list[str] | None) -> i
 
 def distill_options(parser: argparse.ArgumentParser) -> None:
     parser.description = distill.__doc__.splitlines()[0]
-    parser.add_argument("command", nargs="?", default="train", choices=("train", "generate"))
     parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--prompt", default="-", help="generate: text, or - for standard input [-]")
@@ -407,11 +392,11 @@ def eval_options(parser: argparse.ArgumentParser) -> None:
 
 
 def distill_main(argv: list[str] | None = None) -> int:
-    return command_line(lambda a: (generate if a.command == "generate" else train)(a), distill_options, argv)
+    return command_line(dict(train=train, generate=generate), distill_options, argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command_line(evaluate, eval_options, argv)
+    return command_line(dict(evaluate=evaluate), eval_options, argv)
 
 
 sys.path.append(str(Path(__file__).resolve().parent / "tests"))

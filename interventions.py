@@ -3,8 +3,8 @@
 What you will learn here: which tokens stay exact, where the others go, how the two answers become one.
     1. sink tokens           the first `sinks` tokens stay exact for ever (much of softmax's mass is there)
     2. short convolutions    the memory's q, k, v see a few neighbours
-    3. fixed-budget routing  of all others a fixed number stays exact: the newest (a window) and `budget` more
-                             that a router chooses, by recency or content (`ROUTERS`)
+    3. fixed-budget routing  a fixed number of the others stays exact: the newest (a window) and `budget`
+                             more that a router chooses, by recency or content (`ROUTERS`)
 `LinearizeConfig` says all of it, `LinearizedAttention` does it, a merge (`MERGES`) makes one answer of two.
 `State` is what a layer carries from one call to the next: generation in constant memory.
 Skip `exact_attention` (softmax over a band, in blocks) and `LinearizedAttention.routed` on a first reading.
@@ -64,9 +64,7 @@ class LinearizeConfig:
 
     def __post_init__(self):
         validate(self)
-        if self.router == "recency":
-            return
-        if self.window < self.block or self.window % self.block:
+        if self.router != "recency" and (self.window < self.block or self.window % self.block):
             want = f"window must be a multiple of block {self.block}, got {self.window}"
             raise ValueError(f"router {self.router}: {want}")
         if self.router in ASK_THE_MEMORY and not MERGES[self.merge].uses_memory:
@@ -128,7 +126,6 @@ class ShortConv(nn.Module):
         x = F.pad(x, (0, 0, 0, 0, width - 1, 0)) if tail_bthk is None else torch.cat([tail_bthk.to(x), x], 1)
         return sum((x[:, j : j + T] * self.weight[j].to(x) for j in range(width)), self.bias.to(x))
 
-
 # ----------------------------------------------------------------------------- merges
 
 @register(MERGES, "off")
@@ -188,7 +185,6 @@ class LseMerge(nn.Module):
         m_bth1 = torch.sigmoid(lse_exact - self.log_mass(q, moments, scale))[..., None]
         return (m_bth1 * o_exact + (1 - m_bth1) * self.gain[:, None] * read).to(o_exact.dtype)
 
-
 # ----------------------------------------------------------------------------- routers
 
 @dataclass
@@ -215,8 +211,8 @@ def route_by_mass(pool: Pool) -> Tensor:
 
 @register(ROUTERS, "error")
 def route_by_error(pool: Pool) -> Tensor:
-    """Whom the memory could not reproduce: finds a needle that nobody has asked for yet. In 4,096 steps, so
-    that rounding never decides between equals (a norm on v makes all errors equal while the memory is empty)."""
+    """Whom the memory could not reproduce: finds a needle that nobody has asked for yet. In 4,096 steps:
+    rounding must not decide between equals (a norm on v makes all errors equal while the memory is empty)."""
     error = pool.recall_error()
     return (error / error.amax(1, keepdim=True).clamp(min=1e-20) * 4096).round()
 
@@ -226,7 +222,6 @@ def route_by_mix(pool: Pool) -> Tensor:
     """Half the budget by recall error, the other half by mass."""
     order = route_by_error(pool).argsort(dim=1, descending=True, stable=True)
     return pool.received.scatter(1, order[:, : pool.budget // 2], torch.inf)
-
 
 # ----------------------------------------------------------------------------- the layer
 
@@ -257,8 +252,6 @@ class State:
     @staticmethod
     def join(rows: list[State]) -> State:
         """One state of several rows of equal count; never the same object as a row."""
-        if len(rows) == 1:
-            return State(rows[0].count, dict(rows[0].exact), dict(rows[0].rest))
         parts = ([getattr(row, name) for row in rows] for name in ("exact", "rest"))
         return State(rows[0].count, *({n: torch.cat([d[n] for d in ds]) for n in ds[0]} for ds in parts))
 
@@ -422,6 +415,7 @@ class LinearizedAttention(nn.Module):
     @torch.no_grad()
     def choose(self, bank: dict, pool: Tensor, rest: dict, count: int) -> tuple[Tensor, Tensor]:
         """(who stays exact, who is evicted): places in the bank, each in position order. No gradient."""
+        budget = self.config.budget
 
         def recall_error() -> Tensor:
             key, value, *_ = self.writes({name: take(x, pool) for name, x in bank.items()})
@@ -431,7 +425,6 @@ class LinearizedAttention(nn.Module):
                 (value[..., : self.value_dim] - read).norm(dim=-1).unflatten(2, (self.kv_heads, -1)).mean(3)
             )
 
-        budget = self.config.budget
         if pool.shape[1] <= budget:
             return pool, pool[:, :0]
         known = take(bank["position"], pool), take(bank["received"], pool)
@@ -448,14 +441,11 @@ class LinearizedAttention(nn.Module):
 
     def variant(self, **changes) -> LinearizedAttention:
         """The same parameters under another config: what a control is. `merge="off"`: no memory at all."""
-        if not changes:
-            return self
         other = copy.copy(self)
         other._modules, other.config = dict(self._modules), dataclasses.replace(self.config, **changes)
         if other.config.merge == "off":
             other.merge, other.rule, other.conv_q = MERGES["off"](self.heads, self.key_dim), None, None
         return other
-
 
 # ----------------------------------------------------------------------------- what transformers calls
 
@@ -484,7 +474,7 @@ class Controller:
 
 
 def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, window=None) -> Tensor:
-    """The teacher's softmax, for layers that keep it, with their own window: T queries, the last of all keys."""
+    """The teacher's softmax, for layers that keep it, with their own window: T queries, last of all keys."""
     T, N, G = q.shape[1], k.shape[1], k.shape[2]
     if softcap is None and mask_bt is None and T in (1, N) and N <= (window or N):
         x = (y.transpose(1, 2) for y in (q, k, v))
@@ -500,37 +490,36 @@ def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, 
     return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
 
 
-def attention_forward(
-    module, query, key, value, attention_mask, scaling=None, softcap=None, memory=None, **options
-):  # fmt: skip
+def attention_forward(module, query, key, value, mask, scaling=None, softcap=None, memory=None, **options):
     """What transformers calls instead of softmax: q, k, v (B,H,T,K) after RoPE in, (B,T,H,V) out.
 
     memory: where the states of the rows are kept between calls (distill.MemoryCacheLayer), or None."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     (B, T), scale, own_window = q.shape[:2], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
     layer = getattr(module, "linear", None)
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if mask is not None and mask.dim() != 2:
         raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
     if options.get("s_aux") is not None or options.get("position_bias") is not None:
         raise ValueError(f"layer {module.layer_idx} has sink logits or a position bias")
     if layer is None:
-        return full_attention(q, k, v, attention_mask, scale, softcap, own_window), None
+        return full_attention(q, k, v, mask, scale, softcap, own_window), None
     if own_window is not None and own_window < (T if memory is None else memory.get_seq_length()):
         raise ValueError(f"layer {module.layer_idx} has its own sliding window of {own_window} tokens")
     if k.shape[1] != T:
         raise ValueError("a linearized layer was given past keys: pass past_key_values of the model itself")
     hidden, layer.hidden = layer.hidden, None  # kept longer, it would hold on to the graph
     if layer.controller.mode == "probe":
-        if attention_mask is not None:
+        if mask is not None:
             raise ValueError("layers are compared on sequences without padding")
         out = full_attention(q, k, v, None, scale, softcap)
         layer.controller.probe(module, out, lambda other: other(q, k, v, hidden, scale, softcap))
         return out, None
-    layer, x = layer.variant(**layer.controller.variants[layer.controller.mode]), (q, k, v, hidden)
-    if attention_mask is None:
+    changes, x = layer.controller.variants[layer.controller.mode], (q, k, v, hidden)
+    layer = layer.variant(**changes) if changes else layer
+    if mask is None:
         return by_rows(layer, x, [T] * B, memory, scale, softcap), None
     # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
-    real = attention_mask[:, -T:].bool()
+    real = mask[:, -T:].bool()
     order = (~real).int().argsort(dim=1, stable=True)
     x = [y.gather(1, order.view(B, T, *(1,) * (y.dim() - 2)).expand_as(y)) for y in x]
     out = by_rows(layer, x, real.sum(1).tolist(), memory, scale, softcap)
@@ -554,8 +543,3 @@ def by_rows(layer, x, lengths: list[int], memory, scale: float, softcap: float |
             for i, b in enumerate(rows):
                 memory.rows[b] = state.row(i)
     return out
-
-
-def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):
-    """Hand on the 2-D padding mask, or None. HAZARD: without a mask function, padding is dropped silently."""
-    return None if attention_mask is None or bool(attention_mask.bool().all()) else attention_mask

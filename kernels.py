@@ -147,7 +147,6 @@ def through_pairs(M, b, G, times, cols, LEVELS, TO_KEYS: constexpr, DECAY: const
         total += met * decay(G, times, near[0], near[1], cols, DECAY, BK)
     return total
 
-
 # ---------------------------------------------------------------------------- kernels
 # A memory is a (batch, g) pair; its R query heads are neighbours. N chunks. z: a reader, q or e.
 # `key` and `reader` are the rows of this chunk's keys and readers, `times` those of the decay sums G.
@@ -322,7 +321,6 @@ def key_gradient_kernel(q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, 
         dg_t += kept[None, :] * decay(G, times, zero, zero + C, cols, DECAY, BK)
         store(dg, dg_t, key, cols, C, BK)
 
-
 # ---------------------------------------------------------------------------- launching
 
 def plan(R: int, HEADS: int, K: int, V: int, T: int, chunk: int, DECAY: bool, ERASE: bool, exact: bool):
@@ -435,5 +433,4 @@ def linear_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: 
 
 if __name__ == "__main__":
     from tests.gpu_check import cpu_tables  # how correct and how fast; measuring is no part of the lesson
-
     cpu_tables()

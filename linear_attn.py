@@ -36,12 +36,7 @@ from torch import Tensor, nn
 
 def register(table: dict, name: str) -> Callable:
     """Decorator that files a class or function under `name`. Every seam of this repository is such a dict."""
-
-    def add(thing):
-        table[name] = thing
-        return thing
-
-    return add
+    return lambda thing: table.update({name: thing}) or thing
 
 
 def lookup(table: dict, name: str, what: str):
@@ -70,7 +65,6 @@ def validate(config) -> None:
         elif low is not None and not low <= value <= high:
             top = "" if m["high"] is None else f" and at most {high}"
             raise ValueError(f"{field.name} must be at least {low}{top}, got {value}")
-
 
 # ---------------------------------------------------------------------------- one recurrence
 
@@ -251,7 +245,6 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
     o_bthv = o_bgrncv.flatten(3, 4)[..., :T, :].flatten(1, 2).transpose(1, 2)
     return o_bthv.to(v_btgv.dtype), S_bg1kv[:, :, 0]
 
-
 # ---------------------------------------------------------------------------- six update rules
 
 RULES: dict[str, type[UpdateRule]] = {}
@@ -416,7 +409,6 @@ class KimiDelta(UpdateRule):
 
     decay, delta = "channel", True
 
-
 # ---------------------------------------------------------------------------- the analysis
 
 def softmax_first_order(x_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -490,5 +482,4 @@ def projection_residual(k_bthk: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     from tests.demos import linear_attn_demo
-
     linear_attn_demo()

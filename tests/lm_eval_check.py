@@ -18,11 +18,13 @@ import importlib.util
 import io
 import json
 import logging
+import os
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval shows four bars a task
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
