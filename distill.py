@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open  # noqa: F401  (the first is for eval)
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -386,7 +386,7 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
     # The layer loss is as many problems as there are layers: one's large gradient must not clip another's.
     layers = [list(layer.parameters()) for layer in linear_layers(model).values()]
     clip_groups = layers if train.loss == "layer" else [params]
-    first, start = len(records), time.time()
+    first, start, whole = len(records), time.time(), True
     bar = tqdm(batches(tokens, train, first), total=train.steps, initial=first, desc=train.loss, disable=None)
     try:
         for step, ids in enumerate(bar, first):
@@ -400,14 +400,17 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
                     raise UserError(f"the loss is {loss}, a gradient not finite")
             except UserError as error:
                 raise UserError(f"{error} at step {step}; the last save stays; try a lower --lr") from None
+            whole = False  # from here to the record's end a save would mix two steps
             optimizer.step()
             rate = (step + 1 - first) * ids.numel() / (time.time() - start)
             records.append(dict(step=step, loss=loss, lr=lr, tokens_per_second=rate))
+            whole = True
             bar.set_postfix(loss=f"{loss:.4f}", tok_s=f"{rate:.0f}")
             if (step + 1) % train.save_every == 0 or step + 1 == train.steps:
                 save_progress(model, optimizer, train, out, records)
     except KeyboardInterrupt:
-        save_progress(model, optimizer, train, out, records)
+        if whole:
+            save_progress(model, optimizer, train, out, records)
         raise
     finally:
         bar.close()
@@ -497,6 +500,7 @@ def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list
     state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
     state |= {name: p.detach().cpu() for name, p in new_parameters(model).items()}
     about = dict(settings=json.dumps(settings_of(model, train)), records=json.dumps(records))
+    about["sha256"] = digest(state, about["settings"] + about["records"])
     write_atomically(out / "progress.safetensors", lambda p: save_file(state, p, metadata=about))
     lines = "".join(json.dumps(record) + "\n" for record in records)
     write_atomically(out / "metrics.jsonl", lambda p: p.write_text(lines))
@@ -508,6 +512,8 @@ def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]
     try:
         with safe_open(out / "progress.safetensors", "pt") as f:
             state, about = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()
+        if digest(state, about["settings"] + about["records"]) != about["sha256"]:
+            raise ValueError("its checksum is wrong, the file is damaged")
     except Exception as error:
         raise UserError(f"nothing to resume in {out}: {brief(error)}") from None
     now, then = settings_of(model, train), json.loads(about["settings"])

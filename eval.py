@@ -362,10 +362,10 @@ def command_line(commands: dict[str, Callable], describe: Callable, argv: list[s
     except KeyboardInterrupt:
         print("\ninterrupted; what was saved so far is kept", file=sys.stderr)
         return 130
-    except ValueError as error:
+    except (ValueError, distill.SafetensorError) as error:  # the latter: a full disk, for safetensors
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
-        print(f"error: {error.strerror or error}: {error.filename or 'no file'}", file=sys.stderr)
+        print(f"error: {error.strerror or error}: {error.filename or 'while writing'}", file=sys.stderr)
     else:
         return 0
     return 2

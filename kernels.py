@@ -9,11 +9,9 @@ What you will learn here (read linear_attn.py first; its equations (1)-(5) go on
 Forward. With the erase key e_t = b_t k_t, the value x_t = w_t v_t (made in PyTorch: autograd takes care of b
 and w) and D_t = Diag(exp g_t), a per-head g_t repeated over channels, (1) is
     (6)  u_t = x_t - S_{t-1}^T D_t e_t          S_t = D_t S_{t-1} + k_t u_t^T          o_t = S_t^T q_t
-
 so e_t reads the memory as q_t does, one step earlier. Unrolled in a chunk that starts from state S, with
 G_i = g_1 + ... + g_i,
     (7)  S_i = Diag(exp G_i) S + sum_{j<=i} Diag(exp(G_i - G_j)) k_j u_j^T
-
 and what a reader i sees of a key j is one number: N for readers e (j < i), P for readers q (j <= i).
     (8)  N_ij = sum_k e_ik k_jk exp(G_ik - G_jk)          P_ij = sum_k q_ik k_jk exp(G_ik - G_jk)
     (9)  exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)          j <= m < i, both factors <= 1

@@ -9,17 +9,13 @@ What you will learn here (read this module first; it needs torch and nothing els
      rank-1 orthogonal projection, and a product of such projections is what the delta rule applies.
 On a first reading skip `decayed_products` (a numerical detail) and the bodies of the six rules.
 
-Axis letters. A tensor's suffix names its axes and is also its einsum string: `k_btgk` is (batch, time, kv
-head, key).
+Axis letters. A tensor's suffix names its axes and is its einsum string: `k_btgk` is (batch, time, head, key).
     b batch    t time    h query head    g memory head (a kv head; a query head if each has its own memory)
     r query heads per memory head (h = g*r)    n chunk    c position in chunk    k key    v value    d model
 One layout everywhere: (batch, time, heads, dim).
 
-The recurrence (paper.md's table; the paper writes it once per mechanism), state S of shape (key, value) per
-head:
-
+The recurrence (the paper writes it once per mechanism), with a state S of shape (key, value) per head:
     (1)  S_t = (I - b_t k_t k_t^T) Diag(exp g_t) S_{t-1} + w_t k_t v_t^T        o_t = S_t^T q_t
-
     g_t <= 0 log decay, per head or channel    b_t erase, w_t write strength    (delta rule: b = w = beta)
 """
 

@@ -27,7 +27,7 @@ def load(name: str) -> dict:
 
 
 def default() -> str:
-    return "```\n" + evaluation.text_table(load("default")) + "\n```"
+    return "```\n" + evaluation.text_table(load("default")["ppl"]) + "\n```"
 
 
 def text() -> str:
@@ -79,22 +79,102 @@ def paired() -> str:
     return "\n".join(lines)
 
 
-def routers() -> str:
-    """The memory of smollm2_best_132, trained under recency, read under other routers; the same sequences."""
-    lines = ["| router, 132 pairs | perplexity | KL to teacher |", "|---|---|---|"]
-    runs = [("memory off, recency", load("smollm2_mix_132"), "off")]
-    runs += [("recency (128 newest)", load("smollm2_best_132"), "linear")]
-    runs += [(f"{r} (64 newest + 64 chosen)", load(f"smollm2_{r}_132"), "linear") for r in ("mass", "mix")]
-    count = len(runs[0][1]["text"]["off"]["nll"])
-    for name, run, row in runs:
-        nll, _ = evaluation.mean_and_error(run["text"][row]["nll"][:count])
-        kl, error = evaluation.mean_and_error(run["text"][row]["kl"][:count])
-        lines.append(f"| {name} | {math.exp(nll):.2f} | {kl:.3f} ± {error:.3f} |")
+NAMES = {
+    "teacher": "teacher",
+    "off": "memory off: sinks + the newest",
+    "mass": "memory off, half of the pairs chosen by mass",
+    "random": "memory, half of the pairs at random",
+    "linear": "**memory, half chosen by mix (`best`)**",
+    "bytes": "memory off, its bytes spent on pairs chosen by mass",
+}
+
+
+def routing() -> str:
+    """Every measured length of both models: rows with their controls, the part of the gap to "off" closed."""
+    lines = ["| model, T | row | exact pairs | bytes/sequence | perplexity | KL to teacher | KL gap closed |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for key, model in MODELS.items():
+        for length in (1024, 2048):
+            path = RESULTS / f"{key}_mix_{length}.json"
+            if not path.exists():
+                continue
+            result = load(path.stem)["ppl"]
+            rows, off = result["rows"], evaluation.mean_and_error(result["rows"]["off"]["kl"])[0]
+            for row in (name for name in NAMES if name in rows):
+                nll, _ = evaluation.mean_and_error(rows[row]["nll"])
+                kl, error = evaluation.mean_and_error(rows[row]["kl"])
+                shown = "0" if row == "teacher" else f"{kl:.3f} ± {error:.3f}"
+                size = f"{result['pairs'][row]:,} | {result['bytes'][row]:,}"
+                figures = f"{size} | {math.exp(nll):.2f} | {shown}"
+                closed = "–" if row in ("teacher", "off") else f"{1 - kl / off:.0%}"
+                lines.append(f"| {model}, {length:,} | {NAMES[row]} | {figures} | {closed} |")
+    return "\n".join(lines)
+
+
+def against() -> str:
+    """What "best" saves on each control, sequence by sequence."""
+    lines = []
+    for key, model in MODELS.items():
+        for length in (1024, 2048):
+            path = RESULTS / f"{key}_mix_{length}.json"
+            if path.exists():
+                rows = load(path.stem)["ppl"]["rows"]
+                count = len(rows["off"]["nll"])
+                for control in (name for name in ("off", "mass", "random", "bytes") if name in rows):
+                    pairs = (evaluation.paired(rows, m, "linear", control) for m in ("nll", "kl"))
+                    text = ", ".join(f"{m} {x:+.3f} ± {e:.3f}" for m, (x, e) in zip(("nll", "KL"), pairs))
+                    lines.append(f"- {model}, T = {length:,}, saved on {control}: {text} ({count} sequences)")
+    return "\n".join(lines)
+
+
+def retrieval() -> str:
+    """Greedy exact matches of each measured kind, length and budget."""
+    lines = ["| model | kind | T | row | pairs | found |", "|---|---|---|---|---|---|"]
+    for path in sorted(RESULTS.glob("*_retrieval_*.json")):
+        result = load(path.stem)
+        model, c = MODELS[path.stem.split("_")[0]], result["linearize"]
+        for row, kinds in result["retrieval"]["rows"].items():
+            changed = c | result["variants"].get(row, {})
+            pairs = "all" if row == "teacher" else changed["sinks"] + changed["window"] + changed["budget"]
+            for kind, how in kinds.items():
+                found = f"{sum(how['greedy']):.0f} of {len(how['greedy'])}"
+                length = result["retrieval"]["seq_len"]
+                lines.append(f"| {model} | {kind} | {length:,} | {row} | {pairs} | {found} |")
+    return "\n".join(lines)
+
+
+def generation() -> str:
+    """The first and the last thousand of the tokens, and the change between them."""
+    result = load("generation")
+    lines = ["| | | ms a token | bytes kept | resident memory |", "|---|---|---|---|---|"]
+    for row, name in (("linear", "linearized"), ("teacher", "teacher")):
+        for part, which in (("first", 0), ("last", -1)):
+            x = result[row][which]
+            figures = f"{x['ms']:.1f} | {x['state_bytes']:,} | {x['resident'] / 2**20:.0f} MiB"
+            lines.append(f"| {name} | {part} {result['every']:,} new tokens | {figures} |")
+        x = result[f"{row}_change"]
+        lines.append(f"| | change | {x['ms']:+.1%} | {x['state_bytes']:+.1%} | {x['resident']:+.1%} |")
+    return "\n".join(lines)
+
+
+def splits() -> str:
+    """The largest logit difference at each split."""
+    runs = {name: load(f"splits_{name}")["splits"] for name in ("best", "paper")}
+    lines = ["| split at | " + " | ".join(runs["best"]) + " |", "|---|" + "---|" * len(runs["best"])]
+    for name, run in runs.items():
+        lines.append(f"| {name} | " + " | ".join(f"{x:.0e}" for x in run.values()) + " |")
     return "\n".join(lines)
 
 
 def rules() -> str:
-    return "```\n" + evaluation.rules_table(load("rules")["rules"]) + "\n```"
+    """Held-out relative MSE by rule, merge and layer (an earlier run of what is now the ablation)."""
+    result = load("rules")["rules"]
+    heads = [f"layer {i}" for i in next(iter(result.values()))] + ["mean"]
+    lines = ["```", "held-out relative MSE".ljust(22) + "".join(f"{x:>10s}" for x in heads)]
+    for name, errors in result.items():
+        values = [*errors.values(), sum(errors.values()) / len(errors)]
+        lines.append(name.ljust(22) + "".join(f"{x:10.4f}" for x in values))
+    return "\n".join([*lines, "```"])
 
 
 def kernels() -> str:
@@ -117,7 +197,7 @@ def lines() -> str:
 
 
 ORDER = ("linear_attn", "kernels", "interventions", "distill", "eval")
-TABLES = (default, text, paired, routers, rules, kernels, lines)
+TABLES = (default, routing, against, retrieval, generation, splits, text, paired, rules, kernels, lines)
 
 
 def rewritten(readme: str) -> str:
