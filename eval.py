@@ -144,14 +144,13 @@ def add_controls(model) -> None:
 
 def state_bytes(model, length: int) -> dict[str, int]:
     """Bytes that one sequence of `length` tokens keeps: the teacher's cache, then each variant's state."""
-    total = dict.fromkeys(("teacher", *model.controller.variants), 0)
+    modes, total = model.controller.variants, dict.fromkeys(("teacher", *model.controller.variants), 0)
+    size = functools.cache(lambda row, *_: layer_bytes(layer.variant(**modes[row]), length, model.dtype))
     for module in attention_modules(model):
-        layer, (_, kv_heads, dim) = getattr(module, "linear", None), head_shape(model, module)
-        for row, changes in dict(model.controller.variants, teacher=None).items():
-            if layer is None or row == "teacher":
-                total[row] += 2 * dim * kv_heads * length * model.dtype.itemsize
-            else:
-                total[row] += layer_bytes(layer.variant(**changes), length, model.dtype)
+        layer, shape = getattr(module, "linear", None), head_shape(model, module)
+        cache = 2 * shape[1] * shape[2] * length * model.dtype.itemsize
+        for row in total:
+            total[row] += cache if layer is None or row == "teacher" else size(row, *shape)
     return total
 
 # ----------------------------------------------------------------------------- language modelling

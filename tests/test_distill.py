@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -155,10 +154,10 @@ def test_half_precision_models_keep_float32_parameters_and_give_finite_logits(dt
 
 @pytest.mark.parametrize("preset", ["best", "paper"])
 def test_logits_do_not_depend_on_the_implementation_of_the_recurrence(preset):
-    ids, got = IDS[:1, :24], {}
+    ids, got = IDS[:1, :19], {}
     for impl in ("recurrent", "chunked", "triton"):  # triton: interpreted, see conftest.py
-        config = preset_config(preset, sinks=2, window=8, impl=impl)
-        got[impl] = logits(stir(linearize(tiny_model(), config)), ids)
+        config = preset_config(preset, sinks=2, window=8, impl=impl, chunk=16)
+        got[impl] = logits(stir(linearize(tiny_model(layers=1), config)), ids)
     assert torch.allclose(got["chunked"], got["recurrent"], **SAME)
     assert torch.allclose(got["triton"], got["recurrent"], **SAME)
 
@@ -453,14 +452,11 @@ def test_our_kernels_module_does_not_confuse_transformers():
 # ----------------------------------------------------------------------------- the command line
 
 
-def command(*args, cwd=ROOT, **env):
-    full = os.environ | dict(HF_HUB_OFFLINE="1") | env
-    line = [sys.executable, str(ROOT / "distill.py"), *args]
-    return subprocess.run(line, cwd=cwd, env=full, capture_output=True, text=True)
-
-
-def test_every_option_is_in_the_help_with_its_choices():
-    text = " ".join(command("--help").stdout.split())
+def test_every_option_is_in_the_help_with_its_choices(capsys):
+    with pytest.raises(SystemExit) as done:
+        evaluation.distill_main(["--help"])
+    assert done.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
     for cls in (LinearizeConfig, TrainConfig):
         for field in dataclasses.fields(cls):
             assert f"--{field.name.replace('_', '-')}" in text

@@ -100,13 +100,13 @@ def test_rank_correlation_is_spearmans():
 
 @pytest.mark.parametrize("router", ["recency", "mass", "mix"])
 def test_controls_have_as_many_pairs_or_at_least_the_bytes_and_no_memory(router):
-    config = LinearizeConfig(router=router, sinks=2, window=8, block=4, budget=4)
+    config = LinearizeConfig(router=router, sinks=2, window=32, block=32, budget=4)
     model = stirred_model(config)
     evaluation.add_controls(model)
     modes = model.controller.variants
     size = evaluation.state_bytes(model, 100_000)
     pairs = {name: dataclasses.replace(config, **modes[name]).exact_pairs for name in modes}
-    assert pairs["off"] == pairs["linear"] == 14 and modes["off"] == dict(merge="off", router="recency")
+    assert pairs["off"] == pairs["linear"] == 38 and modes["off"] == dict(merge="off", router="recency")
     assert size["bytes"] >= size["linear"] > size["off"] and modes["bytes"]["merge"] == "off"
     per_pair = (size["bytes"] - size["off"]) / (pairs["bytes"] - pairs["off"])
     assert size["bytes"] - size["linear"] < 1.5 * per_pair, "no more than the memory's bytes, rounded up"
@@ -162,12 +162,15 @@ def test_the_memory_off_row_of_the_comparison_is_the_layers_relative_error():
     assert math.isclose(got["memory off"][0], want.item(), rel_tol=1e-4)
 
 
-def test_the_ablation_measures_each_design_in_place_and_leaves_the_model_as_it_was():
+def test_the_ablation_measures_each_design_in_place_and_leaves_the_model_as_it_was(monkeypatch):
     config = LinearizeConfig(sinks=2, window=16, block=4)
     model = stirred_model(config)
     train = TrainConfig(steps=1, seq_len=32, batch=1, warmup=0)
     tokens = torch.randint(1, 50, (500,), generator=torch.Generator().manual_seed(1))
     before = evaluation.measure_text(bench(model))[0]["rows"]
+    whole = benchmarks.ladder(config)
+    names = ("memory off", "+ conv", "+ routing", "kda lse")
+    monkeypatch.setattr(benchmarks, "ladder", lambda base: {name: whole[name] for name in names})
     result, table = benchmarks.measure_ablation(bench(model, tokens=tokens, train=train))
     assert "+ routing" in result and "| memory off | 18 |" in table
     assert result["memory off"]["kl"] == before["off"]["kl"]
