@@ -67,7 +67,7 @@ class TrainConfig:
     data: tuple = option((), "training text: .txt, .json/.jsonl with a text field, or hub owner/name:file")
     eval_data: tuple = option((), "held-out text (default: the last 10%% of each training source)")
     loss: str = option("layer", "what is trained on", LOSSES)
-    steps: int = option(60, "training steps; 0 only measures", low=0)
+    steps: int = option(40, "training steps; 0 only measures", low=0)
     seq_len: int = option(512, "tokens per sequence", low=2)
     batch: int = option(4, "sequences per step", low=1)
     lr: float = option(1e-2, "peak learning rate", low=0.0)

@@ -136,10 +136,11 @@ def retrieval() -> str:
         for row, kinds in result["retrieval"]["rows"].items():
             changed = c | result["variants"].get(row, {})
             pairs = "all" if row == "teacher" else changed["sinks"] + changed["window"] + changed["budget"]
+            name = "teacher" if row == "teacher" else f"{row} ({changed['router']})"
             for kind, how in kinds.items():
                 found = f"{sum(how['greedy']):.0f} of {len(how['greedy'])}"
                 length = result["retrieval"]["seq_len"]
-                lines.append(f"| {model} | {kind} | {length:,} | {row} | {pairs} | {found} |")
+                lines.append(f"| {model} | {kind} | {length:,} | {name} | {pairs} | {found} |")
     return "\n".join(lines)
 
 

@@ -187,7 +187,7 @@ def test_mean_and_error_are_the_textbooks():
 def trained(tmp_path_factory):
     """A short run of the real command on the embedded teacher."""
     folder = tmp_path_factory.mktemp("run")
-    args = ["--steps", "3", "--batch", "1", "--seq-len", "256", "--eval-tokens", "512", "--window", "32"]
+    args = ["--steps", "3", "--batch", "1", "--seq-len", "160", "--eval-tokens", "320", "--window", "32"]
     args += ["--budget", "16"]
     assert evaluation.distill_main(["--out", str(folder / "out"), *args]) == 0
     return folder, args
@@ -215,7 +215,7 @@ def test_eval_of_a_saved_adapter_gives_the_figures_of_the_training_run(trained, 
     folder, args = trained
     to = folder / "again.json"
     # the part of the training command that is not the adapter's own
-    rest = ["--seq-len", "256", "--eval-tokens", "512", "--tasks", "ppl,layers", "--json", str(to)]
+    rest = ["--seq-len", "160", "--eval-tokens", "320", "--tasks", "ppl,layers", "--json", str(to)]
     assert evaluation.main(["--adapter", str(folder / "out"), *rest]) == 0
     assert "linear saves on off" in capsys.readouterr().out
     first, again = (json.loads(p.read_text()) for p in (folder / "out" / "results.json", to))

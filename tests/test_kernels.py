@@ -30,7 +30,7 @@ from kernels import linear_attention, recurrent  # noqa: E402
 triton_attention = functools.partial(linear_attention, impl="triton")
 
 
-few = settings(max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=4, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def inputs(T=20, H=1, G=1, K=16, V=16, decay="channel", delta=True, B=1, seed=0):
