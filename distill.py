@@ -248,7 +248,8 @@ def linearize(
     """Replace the softmax of `layers` (None: all) by config's attention, in place; freeze all that was there.
 
     Call it once, after loading. New parameters are float32, seeded, on their layer's device. The model keeps
-    its class, its state-dict names, and its logits wherever T <= config.exact_pairs. Unfit models: UserError.
+    its class, its state-dict names, and its logits wherever T <= config.exact_pairs (routers by content: the
+    whole blocks of that). Unfit models: UserError.
     """
     kind, modules, text = model.config.model_type, attention_modules(model), model.config.get_text_config()
     if kind in REFUSED:

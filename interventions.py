@@ -366,9 +366,8 @@ class LinearizedAttention(nn.Module):
         and the block that leaves the window. Every token is in one place, none is dropped or written twice.
         """
         c, (B, T, H, _), G, N = self.config, q_bthk.shape, self.kv_heads, bank["k"].shape[1]
-        gone = count = n - (
-            N - T
-        )  # tokens in the memory; a later token's place in the bank is position - gone
+        # tokens in the memory, now and at the start; a later token's place in the bank is its position - gone
+        count = gone = n - (N - T)
         place = torch.arange(N, device=q_bthk.device)[:, None].expand(B, N, G)
         q_in = None if self.rule is None else self.rule.queries(q_memory)
 
@@ -421,9 +420,8 @@ class LinearizedAttention(nn.Module):
             key, value, *_ = self.writes({name: take(x, pool) for name, x in bank.items()})
             read = self.rule.read(torch.einsum("bphk,bhkv->bphv", key, rest["S"]))
             read = read / max(count, 1) if self.rule.sums else read
-            return (
-                (value[..., : self.value_dim] - read).norm(dim=-1).unflatten(2, (self.kv_heads, -1)).mean(3)
-            )
+            error = (value[..., : self.value_dim] - read).norm(dim=-1)
+            return error.unflatten(2, (self.kv_heads, -1)).mean(3)
 
         if pool.shape[1] <= budget:
             return pool, pool[:, :0]
