@@ -55,6 +55,21 @@ FAMILIES = {  # the names of transformers' classes; beyond the common sizes, wha
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also tests marked exhaustive: a minute more")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "exhaustive: a further combination of what other tests check; --all")
+
+
+def pytest_collection_modifyitems(config, items):
+    further = [x for x in items if x.get_closest_marker("exhaustive") and not config.getoption("--all")]
+    if further:
+        config.hook.pytest_deselected(items=further)
+        items[:] = [x for x in items if x not in set(further)]
+
+
 def tiny_model(kind: str = "qwen2", layers: int = 2, vocab: int = 50, **kw):
     """A random model of a family. std 0.25: with the usual 0.02 attention is uniform and hides errors."""
     import transformers

@@ -181,8 +181,11 @@ def sabotage(patch, name, moment, fail):
     patch.setattr(os, "replace", rename)
 
 
+FIRST, FURTHER = FILES[:2], [pytest.param(name, marks=pytest.mark.exhaustive) for name in FILES[2:]]
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FIRST, *FURTHER])
 def test_a_kill_at_any_point_of_a_save_leaves_an_adapter_and_a_run_to_resume(name, moment, whole, tmp_path):
     def work():
         sabotage(pytest.MonkeyPatch(), name, moment, lambda path: os.kill(os.getpid(), signal.SIGKILL))
