@@ -24,6 +24,7 @@ CONFIGS = {  # so small that 30 tokens fill the memory, and for "mix" that the r
     "mix": LinearizeConfig(router="mix", sinks=2, window=8, block=4, budget=5),
     "paper": preset_config("paper", sinks=2, window=6),
 }
+NAMES = ["recency", "mix", pytest.param("paper", marks=pytest.mark.exhaustive)]
 NEW = 8  # tokens that a test generates: with the prompt far beyond what stays exact
 IDS = torch.randint(3, 50, (2, 30), generator=torch.Generator().manual_seed(0))
 PROMPT = IDS[:, :20]
