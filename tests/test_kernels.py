@@ -92,7 +92,7 @@ def test_triton_equals_the_recurrence_in_outputs_and_all_gradients(
 
 
 @pytest.mark.parametrize("decay", ["", "head", "channel"])
-@pytest.mark.parametrize("heads", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("heads", [pytest.param((2, 1), marks=pytest.mark.exhaustive), (2, 2)])
 def test_delta_rule_over_three_chunks_equals_the_recurrence_in_all_gradients(decay, heads):
     assert_close(inputs(33, *heads, 16, 16, decay), chunk=16)
 
@@ -220,7 +220,7 @@ def test_non_contiguous_inputs_equal_contiguous_ones():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("delta", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_16_bit_inputs_lose_only_the_rounding_of_their_outputs(dtype, delta):
     """Tiles are float32 even here, so the one loss is the last rounding: eps/2 of the value. dk and dv sum
     two rounded terms when erase or write is given, hence eps. An interpreter that multiplied bfloat16 bit
