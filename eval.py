@@ -322,14 +322,14 @@ def evaluate(args: argparse.Namespace) -> None:
     check_writable(Path(args.json).resolve().parent)
     if not args.adapter and tasks != ("ablation",):
         raise UserError("every task but ablation needs --adapter DIR (python distill.py makes one)")
+    names = [f.name for f in dataclasses.fields(LinearizeConfig)]
+    typed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.adapter and (fixed := sorted(set(typed) - set(EXACT_PART))):
+        raise UserError(f"--{fixed[0]} is fixed by the adapter; free are {', '.join(EXACT_PART)}")
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
     data = load_data(tokenizer, train)
     if args.adapter:
         distill.load_linearized(model, args.adapter)
-        names = [f.name for f in dataclasses.fields(LinearizeConfig)]
-        typed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-        if fixed := sorted(set(typed) - set(EXACT_PART)):
-            raise UserError(f"--{fixed[0]} is fixed by the adapter; free are {', '.join(EXACT_PART)}")
         model.linearize_config = dataclasses.replace(model.linearize_config, **typed)
         for layer in linear_layers(model).values():
             layer.config = model.linearize_config

@@ -252,6 +252,8 @@ class State:
     @staticmethod
     def join(rows: list[State]) -> State:
         """One state of several rows of equal count; never the same object as a row."""
+        if len(rows) == 1:  # every step of decoding: share the tensors, which nobody changes in place
+            return State(rows[0].count, dict(rows[0].exact), dict(rows[0].rest))
         parts = ([getattr(row, name) for row in rows] for name in ("exact", "rest"))
         return State(rows[0].count, *({n: torch.cat([d[n] for d in ds]) for n in ds[0]} for ds in parts))
 
