@@ -226,10 +226,10 @@ def route_by_mix(pool: Pool) -> Tensor:
 # ----------------------------------------------------------------------------- the layer
 
 def take(x_blg: Tensor, place_bpg: Tensor) -> Tensor:
-    """Each head's own tokens: those at `place` of x (B,L,G) or (B,L,G,...)."""
-    if x_blg.dim() == 3:
-        return x_blg.gather(1, place_bpg)
-    return x_blg.gather(1, place_bpg[..., None].expand(*place_bpg.shape, x_blg.shape[-1]))
+    """Each head's own tokens: those at `place` of x (B,L,G) or (B,L,G,...). x may have memories per query
+    head, several to a kv head: they take the same tokens."""
+    place = place_bpg.repeat_interleave(x_blg.shape[2] // place_bpg.shape[2], 2)
+    return x_blg.gather(1, place if x_blg.dim() == 3 else place[..., None].expand(*place.shape, x_blg.shape[-1]))
 
 
 @dataclass
@@ -371,55 +371,70 @@ class LinearizedAttention(nn.Module):
         # tokens in the memory, now and at the start; a later token's place in the bank is its position - gone
         count = gone = n - (N - T)
         place = torch.arange(N, device=q_bthk.device)[:, None].expand(B, N, G)
-        q_in = None if self.rule is None else self.rule.queries(q_memory)
 
         def oldest(t: int) -> int:
             """The first token of the window that query t sees."""
             return max(t - t % c.block + c.block - c.window, c.sinks)
 
-        routed, t, outputs = place[:, c.sinks : min(oldest(n), n) - gone], n, []
+        routed, t, first, parts, pasts, writes = place[:, c.sinks : min(oldest(n), n) - gone], n, 0, [], [], None
         while t < n + T:
             border = t - t % c.block + c.block
             end = min(border, n + T)
-            now, window = slice(t - n, end - n), place[:, oldest(t) - gone : end - gone]
+            window = place[:, oldest(t) - gone : end - gone]
             seen = torch.cat([place[:, : min(c.sinks, end)], routed, window], 1)
             # Before the first choice of this call, that is the bank as it stands: decoding copies nothing.
             k, v = (
                 (take(bank[x], seen) if t > n else bank[x][:, : end - gone]).transpose(1, 2) for x in "kv"
             )
             visible = seen.transpose(1, 2)[:, :, None] <= place[0, t - gone : end - gone, :1]
-            q_bgrck = q_bthk[:, now].unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4)
+            q_bgrck = q_bthk[:, t - n : end - n].unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4)
             o, lse, p = attend(q_bgrck, k, v, visible, scale, softcap)
-            out, lse = o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+            parts.append((o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)))
             share = p.detach().sum((2, 3)).transpose(1, 2).to(bank["received"])
             bank["received"] = bank["received"].scatter_add(1, seen, share)
-            if count and q_in is not None:
-                known = rest["S"].new_full((1, 1), count), *(rest[name] for name in SUMS)
-                moments = query_moments(q_bthk[:, now], *known)
-                q_bcgrk = q_in[:, now].unflatten(2, (rest["S"].shape[1], -1))
-                o_memory = torch.einsum("bcgrk,bgkv->bcgrv", q_bcgrk, rest["S"]).flatten(2, 3)
-                out = self.merge(out, lse, self.answer(o_memory, moments), q_bthk[:, now], moments, scale)
-            outputs.append(out)
+            if count and self.rule is not None:  # what the memory knows as these queries ask
+                pasts.append((rest["S"], rest["total"], rest["square"], rest["S"].new_full((1, 1), count)))
+            else:
+                first = end - n
             if end == border:
                 left = place[:, oldest(t) - gone : oldest(border) - gone]
-                routed, evicted = self.choose(bank, torch.cat([routed, left], 1), rest, count)
-                if evicted.shape[1] and q_in is not None:
-                    self.write({name: take(x, evicted) for name, x in bank.items()}, rest)
+                if self.rule is not None and writes is None:  # features and gates, once for all tokens
+                    writes = self.writes(bank)
+                routed, evicted = self.choose(bank, writes, torch.cat([routed, left], 1), rest, count)
+                if evicted.shape[1] and writes is not None:
+                    self.write(bank["k"], writes, evicted, rest)
                 count += evicted.shape[1]
                 bank["received"] = bank["received"] * 0.5 ** (c.block / c.half_life)
             t = end
+        out, lse = (torch.cat(x, 1) for x in zip(*parts))
+        if pasts:
+            q, o = q_bthk[:, first:], self.ask(q_memory[:, first:], [past[0] for past in pasts], n + first)
+            block = torch.arange(n + first, n + T, device=q.device) // c.block - (n + first) // c.block
+            total, square, known = (torch.cat(x, 1)[:, block] for x in list(zip(*pasts))[1:])
+            moments = query_moments(q, known, rest["origin"], total, square)
+            merged = self.merge(out[:, first:], lse[:, first:], self.answer(o, moments), q, moments, scale)
+            out = torch.cat([out[:, :first], merged], 1)
         if n // c.block != t // c.block:  # tokens were evicted: keep the others
             kept = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, oldest(t) - gone :]], 1)
             bank = {name: take(x, kept) for name, x in bank.items()}
-        return torch.cat(outputs, 1), bank
+        return out, bank
+
+    def ask(self, q_memory: Tensor, states: list[Tensor], t: int) -> Tensor:
+        """o = S^T q of all blocks at once: queries from position t on, every block has its own state."""
+        C, T = self.config.block, q_memory.shape[1]
+        before, after = (t % C, -(t + T) % C) if len(states) > 1 else (0, 0)
+        q = F.pad(self.rule.queries(q_memory), (0, 0, 0, 0, before, after)).unflatten(1, (len(states), -1))
+        S_bngkv = torch.stack(states, 1)
+        o = torch.einsum("bncgrk,bngkv->bncgrv", q.unflatten(3, (S_bngkv.shape[2], -1)), S_bngkv)
+        return o.flatten(3, 4).flatten(1, 2)[:, before : before + T]
 
     @torch.no_grad()
-    def choose(self, bank: dict, pool: Tensor, rest: dict, count: int) -> tuple[Tensor, Tensor]:
+    def choose(self, bank: dict, writes, pool: Tensor, rest: dict, count: int) -> tuple[Tensor, Tensor]:
         """(who stays exact, who is evicted): places in the bank, each in position order. No gradient."""
         budget = self.config.budget
 
         def recall_error() -> Tensor:
-            key, value, *_ = self.writes({name: take(x, pool) for name, x in bank.items()})
+            key, value = (take(x, pool) for x in writes[:2])
             read = self.rule.read(torch.einsum("bphk,bhkv->bphv", key, rest["S"]))
             read = read / max(count, 1) if self.rule.sums else read
             error = (value[..., : self.value_dim] - read).norm(dim=-1)
@@ -432,10 +447,11 @@ class LinearizedAttention(nn.Module):
         order = score.argsort(dim=1, descending=True, stable=True)
         return tuple(pool.gather(1, part).sort(1).values for part in order.tensor_split([budget], 1))
 
-    def write(self, tokens: dict[str, Tensor], rest: dict) -> None:
+    def write(self, k: Tensor, writes, evicted: Tensor, rest: dict) -> None:
         """Evicted tokens enter the memory: the state, and the sums of the moments."""
-        writes, shifted = self.writes(tokens), tokens["k"].to(rest["S"].dtype) - rest["origin"]
-        _, rest["S"] = linear_attention(writes[0], *writes, rest["S"], self.config.chunk, self.config.impl)
+        key, *more = (None if x is None else take(x, evicted) for x in writes)
+        _, rest["S"] = linear_attention(key, key, *more, rest["S"], self.config.chunk, self.config.impl)
+        shifted = take(k, evicted).to(rest["S"].dtype) - rest["origin"]
         rest["total"] = rest["total"] + shifted.sum(1, True)
         rest["square"] = rest["square"] + shifted.square().sum(1, True)
 

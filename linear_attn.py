@@ -181,8 +181,8 @@ def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     C = x.shape[-2]
     if g is None or C == 1:
         return (x @ k.mT).tril(-1)
-    if g.shape[-1] == 1 < x.shape[-1]:  # one decay for all channels leaves the sum: decay matrix times scores
-        return (x @ k.mT) * decayed_products(torch.ones_like(g), torch.ones_like(g), g)
+    if g.shape[-1] == 1:  # one decay for all channels leaves the sum: its own sums, one a pair, are few
+        return (x @ k.mT) * g.expand(*g.shape[:-1], C).tril(-1).cumsum(-2).exp().tril(-1)
     x, k, g = (z.unflatten(-2, (2, C // 2)) for z in (x, k, g))
     first, last = decayed_products(x, k, g).unbind(-3)
     right = x[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()
