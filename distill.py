@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from interventions import Controller, LinearizeConfig, LinearizedAttention, attention_forward
+from interventions import ASK_THE_MEMORY, Controller, LinearizeConfig, LinearizedAttention, attention_forward
 from linear_attn import option, register, validate
 
 # HAZARD: transformers asks whether a package named `kernels` is installed and would import *our* kernels.py.
@@ -76,6 +76,7 @@ class TrainConfig:
     floor: float = option(0.05, "end of the cosine as a part of the peak", low=0.0, high=1.0)
     clip: float = option(1.0, "gradient norm limit", low=0.0)
     seed: int = option(0, "seed of initialisation and data order", low=0)
+    allocate: int = option(0, "sequences to measure which layers need the pairs; 0: all get the same", low=0)
     eval_tokens: int = option(16384, "held-out tokens to measure on", low=1)
     layers: tuple = option((), "layers to linearize, as 0 3 7 (default: all)", item=int)
     dtype: str = option("auto", "of the backbone; auto: bfloat16 on CUDA, else float32", DTYPES)
@@ -87,7 +88,7 @@ class TrainConfig:
 
 
 PRESETS = {
-    "best": dict(router="mix", window=64, budget=64),  # beside the defaults of both dataclasses
+    "best": dict(router="mix", window=64, budget=64, allocate=4),  # beside the defaults of both dataclasses
     # arXiv 2607.07706 to the letter; its length is --steps 2500 --seq-len 4096.
     "paper": dict(rule="kda", merge="sum", sinks=8, window=56, conv=8, conv_init="default", features="l2",
                   memory_per="query", rank=16, beta_bias=-1.0, decay_bias=1.0, loss="ce", lr=2e-3,
@@ -263,12 +264,14 @@ def linearize(
     chosen = range(len(modules)) if layers is None else layers
     if bad := [i for i in chosen if not 0 <= i < len(modules)]:
         raise UserError(f"no layer {bad[0]}: the model has layers 0 to {len(modules) - 1}")
+    if len(config.budgets) not in (0, len(chosen)):
+        raise UserError(f"{len(config.budgets)} budgets for {len(chosen)} linearized layers")
     model.requires_grad_(False)
     model.controller, model.linearize_config = Controller(model.config._attn_implementation), config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for m in (modules[i] for i in chosen):
-            m.linear = new_layer(model, m, config)
+        for n, m in enumerate(modules[i] for i in sorted(chosen)):
+            m.linear = new_layer(model, m, config.of_layer(n))
             m.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
     model.base_model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
     model.set_attn_implementation(NAME)
@@ -286,6 +289,13 @@ def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
             del module.linear
     del model.controller, model.linearize_config
     return model
+
+
+def set_budgets(model: hf.PreTrainedModel, config: LinearizeConfig) -> None:
+    """Other exact pairs for the same parameters: what is trained does not depend on how many there are."""
+    model.linearize_config = config
+    for n, layer in enumerate(linear_layers(model).values()):
+        layer.config = config.of_layer(n)
 
 
 @contextlib.contextmanager
@@ -318,6 +328,72 @@ def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tenso
     W = output_projection(module).weight
     error, size = (F.linear(x.flatten(2), W) for x in (student - teacher, teacher))
     return error.float().square().sum() / size.float().square().sum()
+
+
+def measure_budgets(model: hf.PreTrainedModel, ids: Tensor, budgets: Sequence[int]) -> Tensor:
+    """What each layer's pairs are worth: (layers, budgets), in nats of KL(teacher || model) a token.
+
+    A layer whose answer is off by d moves the model's distribution by KL ~ d^T F d / 2, where F = E[g g^T] is
+    the Fisher information, and g the gradient of log p(y) to that answer for labels y that the teacher draws.
+    Between tokens F is taken as block-diagonal:
+        (10)  KL ~ 1/2 sum_t (g_t . d_t)^2
+    One backward pass through the teacher gives every layer's g, one probe every d: the exact part alone, with
+    the router that needs no memory. Only the order of magnitude is meant to be right.
+    """
+    answers, gradients, modules = {}, {}, attention_modules(model)
+    hooks = [output_projection(m).register_forward_pre_hook(
+        lambda _, args, i=m.layer_idx: answers.update({i: args[0]})) for m in modules]  # fmt: skip
+    try:
+        with torch.enable_grad(), as_teacher(model):
+            embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
+            logits = model(inputs_embeds=embedded, use_cache=False).logits.float()
+            drawn = logits.detach().flatten(0, 1).softmax(-1).multinomial(1).view(*ids.shape, 1)
+            log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
+            gradients = dict(zip(answers, torch.autograd.grad(log_p.sum(), list(answers.values()))))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    router = model.linearize_config.router
+    blind, cost = dict(merge="off", router="mass" if router in ASK_THE_MEMORY else router), []
+
+    def probe(module, teacher, student):
+        answers = (student(module.linear.variant(**blind, budget=b)) for b in budgets)
+        off = [((x - teacher).flatten(2) * gradients[module.layer_idx]).sum(-1).float() for x in answers]
+        cost.append([x.square().sum().item() / 2 / ids.numel() for x in off])
+
+    probe_layers(model, ids, probe)
+    return torch.tensor(cost)
+
+
+def share_out(cost: Tensor, budgets: Sequence[int], total: int) -> tuple[int, ...]:
+    """`total` pairs for the layers, to whom they are worth most. cost (layers, budgets): equation (10).
+
+    Greedy by gain a pair. Where the next step gains less than the one after it both count as one, which makes
+    every layer's curve convex, and greedy optimal up to the last step."""
+    steps, given = [], [budgets[0]] * len(cost)
+    for n, row in enumerate(cost.tolist()):
+        at = 0
+        while at + 1 < len(budgets):
+            gain, to = max(((row[at] - row[j]) / (budgets[j] - budgets[at]), j) for j in range(at + 1, len(row)))
+            if gain <= 0:
+                break
+            steps.append((gain, n, budgets[to] - budgets[at]))
+            at = to
+    for _, n, pairs in sorted(steps, reverse=True):
+        given[n] += min(pairs, total - sum(given))
+    return tuple(given)
+
+
+def allocate_budgets(model: hf.PreTrainedModel, tokens: Tensor, train: TrainConfig) -> None:
+    """Share out as many pairs as `budget` gives all layers, measured on `train.allocate` training sequences."""
+    config, n = model.linearize_config, train.allocate
+    budgets = sorted({round(config.budget * x) for x in (0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6)})
+    sequences = batches(tokens, dataclasses.replace(train, batch=1, steps=n, seed=train.seed + 1))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(train.seed)
+        costs = [measure_budgets(model, ids, budgets) for ids in tqdm(sequences, "allocate", n, disable=None)]
+    shares = share_out(sum(costs) / n, budgets, config.budget * len(linear_layers(model)))
+    set_budgets(model, dataclasses.replace(config, budgets=shares))
 
 
 def probe_layers(model: hf.PreTrainedModel, ids: Tensor, probe: Callable) -> None:

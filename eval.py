@@ -139,7 +139,9 @@ def add_controls(model) -> None:
         changes = {}, blind, blind | {grow: 1000}, blind | {grow: 999}
         own, less, big, small = (layer_bytes(layer.variant(**c), 10**6, model.dtype) for c in changes)
         more = math.ceil((own - less) / (big - small))
-        modes["bytes"] = blind | {grow: getattr(config, grow) + more}
+        mean = config.reach - config.window
+        more = {"stretch": (mean + more) / mean} if config.budgets else {grow: getattr(config, grow) + more}
+        modes["bytes"] = blind | more
 
 
 def state_bytes(model, length: int) -> dict[str, int]:
@@ -150,7 +152,7 @@ def state_bytes(model, length: int) -> dict[str, int]:
         layer, shape = getattr(module, "linear", None), head_shape(model, module)
         cache = 2 * shape[1] * shape[2] * length * model.dtype.itemsize
         for row in total:
-            total[row] += cache if layer is None or row == "teacher" else size(row, *shape)
+            total[row] += cache if layer is None or row == "teacher" else size(row, layer.config, *shape)
     return total
 
 # ----------------------------------------------------------------------------- language modelling
@@ -175,7 +177,7 @@ def measure_text(bench: Bench) -> tuple[dict, str]:
             for metric, total in zip(row.values(), sums):
                 metric.append(total / len(logits))
     T, variants = bench.held_out.shape[1], bench.model.controller.variants
-    configs = {n: dataclasses.replace(bench.model.linearize_config, **variants[n]) for n in variants}
+    configs = {n: bench.model.linearize_config.changed(**variants[n]) for n in variants}
     pairs = {n: T if n == "teacher" else min(T, configs[n].exact_pairs) for n in rows}
     size = state_bytes(bench.model, T)
     result = dict(rows=rows, bytes={n: size[n] for n in rows}, pairs=pairs, seq_len=T)
@@ -233,7 +235,7 @@ def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = 
 
 # ----------------------------------------------------------------------------- the command lines
 
-EXACT_PART = ("router", "sinks", "window", "budget", "block", "half_life", "chunk", "impl")  # not trained
+EXACT_PART = ("router", "sinks", "window", "budget", "budgets", "block", "half_life", "chunk", "impl")  # not trained
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
@@ -272,6 +274,8 @@ def train(args: argparse.Namespace) -> None:
         distill.load_linearized(model, args.adapter)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
+    if train.allocate and config.budget and not model.linearize_config.budgets:
+        distill.allocate_budgets(model, tokens, train)
     pairs = model.linearize_config.exact_pairs
     if train.seq_len <= pairs:
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
@@ -330,9 +334,10 @@ def evaluate(args: argparse.Namespace) -> None:
     data = load_data(tokenizer, train)
     if args.adapter:
         distill.load_linearized(model, args.adapter)
-        model.linearize_config = dataclasses.replace(model.linearize_config, **typed)
-        for layer in linear_layers(model).values():
-            layer.config = model.linearize_config
+        c = model.linearize_config
+        if c.budgets and "budget" in typed:  # as many in all, shared out in the same proportions
+            typed["stretch"] = typed.pop("budget") / (c.reach - c.window)
+        distill.set_budgets(model, c.changed(**typed))
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
     add_controls(model)

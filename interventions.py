@@ -49,6 +49,7 @@ class LinearizeConfig:
     sinks: int = option(4, "first tokens that stay exact for ever", low=0)
     window: int = option(128, "newest tokens that stay exact", low=0)
     budget: int = option(0, "further exact tokens, chosen by the router", low=0)
+    budgets: tuple = option((), "the same, one number a layer (overrides --budget)", item=int)
     block: int = option(32, "tokens between two choices of a router by content", low=1)
     half_life: int = option(128, "tokens after which attention received counts half to a router", low=1)
     conv: int = option(0, "width of the short convolutions on the memory's q, k, v; 0: none", low=0, high=64)
@@ -64,6 +65,9 @@ class LinearizeConfig:
 
     def __post_init__(self):
         validate(self)
+        object.__setattr__(self, "budgets", tuple(self.budgets))  # JSON has lists
+        if any(b < 0 for b in self.budgets):
+            raise ValueError(f"budgets must be at least 0, got {min(self.budgets)}")
         if self.router != "recency" and (self.window < self.block or self.window % self.block):
             want = f"window must be a multiple of block {self.block}, got {self.window}"
             raise ValueError(f"router {self.router}: {want}")
@@ -72,13 +76,22 @@ class LinearizeConfig:
 
     @property
     def reach(self) -> int:
-        """Newest exact tokens under recency: the routed ones are simply the next-newest."""
-        return self.window + self.budget
+        """Newest exact tokens under recency: the routed ones are simply the next-newest. A mean over layers."""
+        return self.window + (-(-sum(self.budgets) // len(self.budgets)) if self.budgets else self.budget)
 
     @property
     def exact_pairs(self) -> int:
         """The most key-value pairs that a query ever sees exactly, per kv head."""
         return self.sinks + self.reach
+
+    def of_layer(self, n: int) -> LinearizeConfig:
+        """What the n-th linearized layer computes."""
+        return dataclasses.replace(self, budget=self.budgets[n], budgets=()) if self.budgets else self
+
+    def changed(self, stretch: float = 1.0, **changes) -> LinearizeConfig:
+        """With other values, and every budget `stretch` times as large."""
+        more = {"budget": round(self.budget * stretch), "budgets": [round(b * stretch) for b in self.budgets]}
+        return dataclasses.replace(self, **more | changes)
 
 
 def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict:
@@ -458,7 +471,7 @@ class LinearizedAttention(nn.Module):
     def variant(self, **changes) -> LinearizedAttention:
         """The same parameters under another config: what a control is. `merge="off"`: no memory at all."""
         other = copy.copy(self)
-        other._modules, other.config = dict(self._modules), dataclasses.replace(self.config, **changes)
+        other._modules, other.config = dict(self._modules), self.config.changed(**changes)
         if other.config.merge == "off":
             other.merge, other.rule, other.conv_q = MERGES["off"](self.heads, self.key_dim), None, None
         return other
