@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from interventions import ASK_THE_MEMORY, Controller, LinearizeConfig, LinearizedAttention, attention_forward
+from interventions import Controller, LinearizeConfig, LinearizedAttention, attention_forward
 from linear_attn import option, register, validate
 
 # HAZARD: transformers asks whether a package named `kernels` is installed and would import *our* kernels.py.
@@ -330,72 +330,6 @@ def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tenso
     return error.float().square().sum() / size.float().square().sum()
 
 
-def measure_budgets(model: hf.PreTrainedModel, ids: Tensor, budgets: Sequence[int]) -> Tensor:
-    """What each layer's pairs are worth: (layers, budgets), in nats of KL(teacher || model) a token.
-
-    A layer whose answer is off by d moves the model's distribution by KL ~ d^T F d / 2, where F = E[g g^T] is
-    the Fisher information, and g the gradient of log p(y) to that answer for labels y that the teacher draws.
-    Between tokens F is taken as block-diagonal:
-        (10)  KL ~ 1/2 sum_t (g_t . d_t)^2
-    One backward pass through the teacher gives every layer's g, one probe every d: the exact part alone, with
-    the router that needs no memory. Only the order of magnitude is meant to be right.
-    """
-    answers, gradients, modules = {}, {}, attention_modules(model)
-    hooks = [output_projection(m).register_forward_pre_hook(
-        lambda _, args, i=m.layer_idx: answers.update({i: args[0]})) for m in modules]  # fmt: skip
-    try:
-        with torch.enable_grad(), as_teacher(model):
-            embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
-            logits = model(inputs_embeds=embedded, use_cache=False).logits.float()
-            drawn = logits.detach().flatten(0, 1).softmax(-1).multinomial(1).view(*ids.shape, 1)
-            log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
-            gradients = dict(zip(answers, torch.autograd.grad(log_p.sum(), list(answers.values()))))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    router = model.linearize_config.router
-    blind, cost = dict(merge="off", router="mass" if router in ASK_THE_MEMORY else router), []
-
-    def probe(module, teacher, student):
-        answers = (student(module.linear.variant(**blind, budget=b)) for b in budgets)
-        off = [((x - teacher).flatten(2) * gradients[module.layer_idx]).sum(-1).float() for x in answers]
-        cost.append([x.square().sum().item() / 2 / ids.numel() for x in off])
-
-    probe_layers(model, ids, probe)
-    return torch.tensor(cost)
-
-
-def share_out(cost: Tensor, budgets: Sequence[int], total: int) -> tuple[int, ...]:
-    """`total` pairs for the layers, to whom they are worth most. cost (layers, budgets): equation (10).
-
-    Greedy by gain a pair. Where the next step gains less than the one after it both count as one, which makes
-    every layer's curve convex, and greedy optimal up to the last step."""
-    steps, given = [], [budgets[0]] * len(cost)
-    for n, row in enumerate(cost.tolist()):
-        at = 0
-        while at + 1 < len(budgets):
-            gain, to = max(((row[at] - row[j]) / (budgets[j] - budgets[at]), j) for j in range(at + 1, len(row)))
-            if gain <= 0:
-                break
-            steps.append((gain, n, budgets[to] - budgets[at]))
-            at = to
-    for _, n, pairs in sorted(steps, reverse=True):
-        given[n] += min(pairs, total - sum(given))
-    return tuple(given)
-
-
-def allocate_budgets(model: hf.PreTrainedModel, tokens: Tensor, train: TrainConfig) -> None:
-    """Share out as many pairs as `budget` gives all layers, measured on `train.allocate` training sequences."""
-    config, n = model.linearize_config, train.allocate
-    budgets = sorted({round(config.budget * x) for x in (0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6)})
-    sequences = batches(tokens, dataclasses.replace(train, batch=1, steps=n, seed=train.seed + 1))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(train.seed)
-        costs = [measure_budgets(model, ids, budgets) for ids in tqdm(sequences, "allocate", n, disable=None)]
-    shares = share_out(sum(costs) / n, budgets, config.budget * len(linear_layers(model)))
-    set_budgets(model, dataclasses.replace(config, budgets=shares))
-
-
 def probe_layers(model: hf.PreTrainedModel, ids: Tensor, probe: Callable) -> None:
     """One teacher pass that calls probe(module, teacher's answer, student) at every linearized layer."""
     with torch.no_grad(), model.controller.switch("probe", probe):
@@ -509,39 +443,50 @@ def some_weights(model: hf.PreTrainedModel) -> list[float]:
     return [p.flatten()[i * 7919 % p.numel()].item() for i, (_, p) in enumerate(named)]
 
 
-def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConfig | None = None) -> None:
-    """adapter_model.safetensors + adapter_config.json, the layout people know from peft.
-
-    The first file is complete, and renamed into place: kill -9 at any moment leaves the old adapter or the
-    new one. The second is a copy of its settings for readers (and for the hub); nothing reads it back.
-    """
-    about = dict(format=FORMAT, base_model=model.config._name_or_path, model_type=model.config.model_type,
-                 layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
-                 train=train and dataclasses.asdict(train), weights=some_weights(model))  # fmt: skip
-    tensors = {name: p.detach().cpu().contiguous() for name, p in new_parameters(model).items()}
-    meta = dict(about=json.dumps(about))
+def write_checked(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
+    """A safetensors file with all that is to be said about it as JSON, and a checksum over both."""
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    meta = dict(about=json.dumps(about | dict(format=FORMAT)))
     meta["sha256"] = digest(tensors, meta["about"])
-    path = Path(folder, "adapter_model.safetensors")
     write_atomically(path, lambda p: save_file(tensors, p, metadata=meta))
-    about["weights"] = f"{len(about['weights'])} numbers, in the other file"
-    write_atomically(Path(folder, "adapter_config.json"), lambda p: p.write_text(json.dumps(about, indent=1)))
 
 
-def load_linearized(model: hf.PreTrainedModel | str, folder: Path | str) -> hf.PreTrainedModel:
-    """Linearize `model`, or the teacher of that name, as the folder says; its new parameters bit for bit.
-
-    UserError, one line: no adapter, a damaged one, another version, another base model."""
+def read_checked(path: Path, failure: str) -> tuple[dict[str, Tensor], dict]:
+    """(tensors, about) as they were written, or a UserError that starts with `failure`."""
     try:
-        with safe_open(Path(folder, "adapter_model.safetensors"), "pt") as f:
+        with safe_open(path, "pt") as f:
             tensors, meta = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
         about = json.loads(meta.get("about", "{}"))
         if about.get("format") != FORMAT:
             raise ValueError(f"adapter format {about.get('format')}, this code reads {FORMAT}")
         if digest(tensors, meta["about"]) != meta["sha256"]:
             raise ValueError("its checksum is wrong, the file is damaged")
-        config = LinearizeConfig(**about["linearize"])
+        return tensors, about
     except Exception as error:  # missing, truncated or foreign files
-        raise UserError(f"{folder} holds no adapter this code can read: {brief(error)}") from None
+        raise UserError(f"{failure}: {brief(error)}") from None
+
+
+def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConfig | None = None) -> None:
+    """adapter_model.safetensors + adapter_config.json, the layout people know from peft.
+
+    The first file is complete, and renamed into place: kill -9 at any moment leaves the old adapter or the
+    new one. The second is a copy of its settings for readers (and for the hub); nothing reads it back.
+    """
+    about = dict(base_model=model.config._name_or_path, model_type=model.config.model_type,
+                 layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
+                 train=train and dataclasses.asdict(train))  # fmt: skip
+    copy, about["weights"] = json.dumps(about, indent=1), some_weights(model)
+    write_checked(Path(folder, "adapter_model.safetensors"), new_parameters(model), about)
+    write_atomically(Path(folder, "adapter_config.json"), lambda p: p.write_text(copy))
+
+
+def load_linearized(model: hf.PreTrainedModel | str, folder: Path | str) -> hf.PreTrainedModel:
+    """Linearize `model`, or the teacher of that name, as the folder says; its new parameters bit for bit.
+
+    UserError, one line: no adapter, a damaged one, another version, another base model."""
+    path = Path(folder, "adapter_model.safetensors")
+    tensors, about = read_checked(path, f"{folder} holds no adapter this code can read")
+    config = LinearizeConfig(**about["linearize"])
     model = load_teacher(model)[0] if isinstance(model, str) else model
     kind, was = model.config.model_type, f"{folder} was trained on {about['base_model'] or 'another model'}"
     if about["model_type"] != kind:
@@ -575,10 +520,8 @@ def settings_of(model: hf.PreTrainedModel, train: TrainConfig) -> dict:
 def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list[dict]) -> None:
     """All that --resume needs in one file: its parts cannot disagree. Then metrics and the adapter."""
     state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
-    state |= {name: p.detach().cpu() for name, p in new_parameters(model).items()}
-    about = dict(settings=json.dumps(settings_of(model, train)), records=json.dumps(records))
-    about["sha256"] = digest(state, about["settings"] + about["records"])
-    write_atomically(out / "progress.safetensors", lambda p: save_file(state, p, metadata=about))
+    about = dict(settings=settings_of(model, train), records=records)
+    write_checked(out / "progress.safetensors", state | new_parameters(model), about)
     lines = "".join(json.dumps(record) + "\n" for record in records)
     write_atomically(out / "metrics.jsonl", lambda p: p.write_text(lines))
     save_adapter(model, out, train)
@@ -586,21 +529,15 @@ def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list
 
 def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]:
     """Set model and optimizer as they were; return the records of the steps done."""
-    try:
-        with safe_open(out / "progress.safetensors", "pt") as f:
-            state, about = {name: f.get_tensor(name) for name in f.keys()}, f.metadata()
-        if digest(state, about["settings"] + about["records"]) != about["sha256"]:
-            raise ValueError("its checksum is wrong, the file is damaged")
-    except Exception as error:
-        raise UserError(f"nothing to resume in {out}: {brief(error)}") from None
-    now, then = settings_of(model, train), json.loads(about["settings"])
+    state, about = read_checked(out / "progress.safetensors", f"nothing to resume in {out}")
+    now, then = settings_of(model, train), about["settings"]
     if changed := sorted(k for k in now if then.get(k) != now[k]):
         raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
     set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)
     numbers = {int(key.rsplit(".", 1)[1]) for key in state}
     moments = {i: {k.split(".")[0]: x for k, x in state.items() if k.endswith(f".{i}")} for i in numbers}
     optimizer.load_state_dict(dict(optimizer.state_dict(), state=moments))
-    return json.loads(about["records"])
+    return about["records"]
 
 
 if __name__ == "__main__":

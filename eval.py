@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 
 import distill
 from distill import TrainConfig, UserError, attention_modules, head_shape, linear_layers
-from interventions import ASK_THE_MEMORY, ROUTERS, LinearizeConfig, LinearizedAttention, Pool, State
+from interventions import ASK_THE_MEMORY, OFF, ROUTERS, LinearizeConfig, LinearizedAttention, Pool, State
 from linear_attn import lookup, register
 
 TASKS: dict[str, Callable[[Bench], tuple[dict, str]]] = {}
@@ -128,7 +128,8 @@ def layer_bytes(layer: LinearizedAttention, length: int, dtype: torch.dtype) -> 
 def add_controls(model) -> None:
     """Variants beside "linear" and "off": "mass" (content routers), the exact part alone, chosen as well as
     can be without a memory; "bytes", the same with as many further pairs as the memory's bytes buy, rounded
-    up; "random", with the memory and a router that does not look."""
+    up; "random", with the memory and a router that does not look. If layers have budgets of their own, "off"
+    has the same number everywhere, and "recent" the newest pairs in those numbers."""
     config, modes = model.linearize_config, model.controller.variants
     layer, content = next(iter(linear_layers(model).values())), config.router != "recency"
     blind = dict(merge="off", router="mass" if config.router in ASK_THE_MEMORY else config.router)
@@ -142,6 +143,8 @@ def add_controls(model) -> None:
         mean = config.reach - config.window
         more = {"stretch": (mean + more) / mean} if config.budgets else {grow: getattr(config, grow) + more}
         modes["bytes"] = blind | more
+    if config.budgets:
+        modes |= dict(off=OFF | dict(budget=config.reach - config.window), recent=dict(OFF))
 
 
 def state_bytes(model, length: int) -> dict[str, int]:
@@ -154,6 +157,72 @@ def state_bytes(model, length: int) -> dict[str, int]:
         for row in total:
             total[row] += cache if layer is None or row == "teacher" else size(row, layer.config, *shape)
     return total
+
+# ----------------------------------------------------------------------------- which layers need their pairs
+
+def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Sequence[int]) -> Tensor:
+    """What each layer's exact pairs are worth: (layers, budgets), in nats of KL(teacher || model) a token.
+
+    A layer whose answer is off by d moves the model's distribution by KL ~ d^T F d / 2, where F = E[g g^T] is
+    the Fisher information, and g the gradient of log p(y) to that answer for labels y that the teacher draws.
+    Between tokens F is taken as block-diagonal:
+        (10)  KL ~ 1/2 sum_t (g_t . d_t)^2
+    One backward pass through the teacher gives every layer's g, one probe every d: the exact part alone, with
+    the router that needs no memory. Only the order of magnitude is meant to be right.
+    """
+    answers, gradients, modules = {}, {}, attention_modules(model)
+    hooks = [distill.output_projection(m).register_forward_pre_hook(
+        lambda _, args, i=m.layer_idx: answers.update({i: args[0]})) for m in modules]  # fmt: skip
+    try:
+        with torch.enable_grad(), distill.as_teacher(model):
+            embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
+            logits = model(inputs_embeds=embedded, use_cache=False).logits.float()
+            drawn = logits.detach().flatten(0, 1).softmax(-1).multinomial(1).view(*ids.shape, 1)
+            log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
+            gradients = dict(zip(answers, torch.autograd.grad(log_p.sum(), list(answers.values()))))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    router = model.linearize_config.router
+    blind, cost = dict(merge="off", router="mass" if router in ASK_THE_MEMORY else router), []
+
+    def probe(module, teacher, student):
+        answers = (student(module.linear.variant(**blind, budget=b)) for b in budgets)
+        off = [((x - teacher).flatten(2) * gradients[module.layer_idx]).sum(-1).float() for x in answers]
+        cost.append([x.square().sum().item() / 2 / ids.numel() for x in off])
+
+    distill.probe_layers(model, ids, probe)
+    return torch.tensor(cost)
+
+
+def share_out(cost: Tensor, budgets: Sequence[int], total: int) -> tuple[int, ...]:
+    """`total` pairs for the layers, to whom they are worth most. cost (layers, budgets): equation (10).
+
+    Greedy by gain a pair. Where the next step gains less than the one after it both count as one, which makes
+    every layer's curve convex, and greedy optimal up to the last step."""
+    steps, given = [], [budgets[0]] * len(cost)
+    for n, row in enumerate(cost.tolist()):
+        at = 0
+        while rest := range(at + 1, len(budgets)):
+            gains = [(row[at] - row[to]) / (budgets[to] - budgets[at]) for to in rest]
+            to = rest[gains.index(max(gains))]
+            steps.append((max(gains), n, budgets[to] - budgets[at]))
+            at = to
+    for _, n, pairs in sorted(steps, reverse=True):
+        given[n] += min(pairs, total - sum(given))
+    return tuple(given)
+
+
+def allocate_budgets(model: distill.hf.PreTrainedModel, tokens: Tensor, train: TrainConfig) -> None:
+    """Share out as many pairs as `budget` gives all layers, measured on some training sequences."""
+    config, n = model.linearize_config, train.allocate
+    budgets = sorted({round(config.budget * x) for x in (0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6)})
+    sequences = distill.batches(tokens, dataclasses.replace(train, batch=1, steps=n, seed=train.seed + 1))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(train.seed)
+        costs = [measure_budgets(model, ids, budgets) for ids in tqdm(sequences, "allocate", n, disable=None)]
+    shares = share_out(sum(costs) / n, budgets, config.budget * len(linear_layers(model)))
+    distill.set_budgets(model, dataclasses.replace(config, budgets=shares))
 
 # ----------------------------------------------------------------------------- language modelling
 
@@ -235,7 +304,8 @@ def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = 
 
 # ----------------------------------------------------------------------------- the command lines
 
-EXACT_PART = ("router", "sinks", "window", "budget", "budgets", "block", "half_life", "chunk", "impl")  # not trained
+# what may be changed after training
+EXACT_PART = ("router", "sinks", "window", "budget", "budgets", "block", "half_life", "chunk", "impl")
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
@@ -275,7 +345,7 @@ def train(args: argparse.Namespace) -> None:
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
     if train.allocate and config.budget and not model.linearize_config.budgets:
-        distill.allocate_budgets(model, tokens, train)
+        allocate_budgets(model, tokens, train)
     pairs = model.linearize_config.exact_pairs
     if train.seq_len <= pairs:
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")

@@ -76,7 +76,7 @@ class LinearizeConfig:
 
     @property
     def reach(self) -> int:
-        """Newest exact tokens under recency: the routed ones are simply the next-newest. A mean over layers."""
+        """Newest exact tokens under recency, where routed ones are the next-newest; a mean over layers."""
         return self.window + (-(-sum(self.budgets) // len(self.budgets)) if self.budgets else self.budget)
 
     @property
@@ -242,7 +242,9 @@ def take(x_blg: Tensor, place_bpg: Tensor) -> Tensor:
     """Each head's own tokens: those at `place` of x (B,L,G) or (B,L,G,...). x may have memories per query
     head, several to a kv head: they take the same tokens."""
     place = place_bpg.repeat_interleave(x_blg.shape[2] // place_bpg.shape[2], 2)
-    return x_blg.gather(1, place if x_blg.dim() == 3 else place[..., None].expand(*place.shape, x_blg.shape[-1]))
+    if x_blg.dim() == 4:
+        place = place[..., None].expand(*place.shape, x_blg.shape[-1])
+    return x_blg.gather(1, place)
 
 
 @dataclass
@@ -380,7 +382,7 @@ class LinearizedAttention(nn.Module):
         window from border - window on: at most sinks + budget + window pairs. The pool is the routed tokens
         and the block that leaves the window. Every token is in one place, none is dropped or written twice.
         """
-        c, (B, T, H, _), G, N = self.config, q_bthk.shape, self.kv_heads, bank["k"].shape[1]
+        c, (B, T), G, N = self.config, q_bthk.shape[:2], self.kv_heads, bank["k"].shape[1]
         # tokens in the memory, now and at the start; a later token's place in the bank is its position - gone
         count = gone = n - (N - T)
         place = torch.arange(N, device=q_bthk.device)[:, None].expand(B, N, G)
@@ -389,19 +391,18 @@ class LinearizedAttention(nn.Module):
             """The first token of the window that query t sees."""
             return max(t - t % c.block + c.block - c.window, c.sinks)
 
-        routed, t, first, parts, pasts, writes = place[:, c.sinks : min(oldest(n), n) - gone], n, 0, [], [], None
+        routed = place[:, c.sinks : min(oldest(n), n) - gone]
+        t, first, parts, pasts, writes = n, 0, [], [], None
         while t < n + T:
             border = t - t % c.block + c.block
             end = min(border, n + T)
             window = place[:, oldest(t) - gone : end - gone]
             seen = torch.cat([place[:, : min(c.sinks, end)], routed, window], 1)
             # Before the first choice of this call, that is the bank as it stands: decoding copies nothing.
-            k, v = (
-                (take(bank[x], seen) if t > n else bank[x][:, : end - gone]).transpose(1, 2) for x in "kv"
-            )
+            k, v = (take(bank[x], seen) if t > n else bank[x][:, : end - gone] for x in "kv")
             visible = seen.transpose(1, 2)[:, :, None] <= place[0, t - gone : end - gone, :1]
-            q_bgrck = q_bthk[:, t - n : end - n].unflatten(2, (G, H // G)).permute(0, 2, 3, 1, 4)
-            o, lse, p = attend(q_bgrck, k, v, visible, scale, softcap)
+            q_bgrck = q_bthk[:, t - n : end - n].unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
+            o, lse, p = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
             parts.append((o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)))
             share = p.detach().sum((2, 3)).transpose(1, 2).to(bank["received"])
             bank["received"] = bank["received"].scatter_add(1, seen, share)
@@ -421,11 +422,13 @@ class LinearizedAttention(nn.Module):
             t = end
         out, lse = (torch.cat(x, 1) for x in zip(*parts))
         if pasts:
-            q, o = q_bthk[:, first:], self.ask(q_memory[:, first:], [past[0] for past in pasts], n + first)
-            block = torch.arange(n + first, n + T, device=q.device) // c.block - (n + first) // c.block
-            total, square, known = (torch.cat(x, 1)[:, block] for x in list(zip(*pasts))[1:])
+            q, since = q_bthk[:, first:], n + first
+            block = torch.arange(since, n + T, device=q.device) // c.block - since // c.block
+            states, *sums = zip(*pasts)
+            total, square, known = (torch.cat(x, 1)[:, block] for x in sums)
             moments = query_moments(q, known, rest["origin"], total, square)
-            merged = self.merge(out[:, first:], lse[:, first:], self.answer(o, moments), q, moments, scale)
+            read = self.answer(self.ask(q_memory[:, first:], states, since), moments)
+            merged = self.merge(out[:, first:], lse[:, first:], read, q, moments, scale)
             out = torch.cat([out[:, :first], merged], 1)
         if n // c.block != t // c.block:  # tokens were evicted: keep the others
             kept = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, oldest(t) - gone :]], 1)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from analysis import key_concentration, projection_residual
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -27,7 +28,7 @@ import distill
 from distill import UserError, attention_modules, linear_layers, new_layer
 from eval import TASKS, Bench, mean_and_error, measure_text, paired, read_text, read_texts
 from interventions import LinearizeConfig
-from linear_attn import RULES, exact_attention, key_concentration, projection_residual, register
+from linear_attn import RULES, exact_attention, register
 
 # ----------------------------------------------------------------------------- layer by layer
 

@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from linear_attn import key_concentration, recurrent, softmax_projection_identity
+from linear_attn import recurrent, softmax_projection_identity
+from tests.analysis import key_concentration
 
 
 def linear_attn_demo() -> None:

@@ -65,7 +65,7 @@ def outcome(folder):
 
 def steps_saved(folder):
     with safe_open(folder / "progress.safetensors", "pt") as f:
-        return len(json.loads(f.metadata()["records"]))
+        return len(json.loads(f.metadata()["about"])["records"])
 
 
 def unbroken(folder, **kw):

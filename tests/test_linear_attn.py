@@ -1,5 +1,6 @@
 """linear_attn.py: the recurrence and its chunked form agree; every lemma holds as it is stated."""
 
+import analysis
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,7 +190,7 @@ def test_hedgehog_reads_a_weighted_mean_of_values():
 def test_lemma_1_remainder_is_at_most_half_the_squared_norm(seed, t, size):
     torch.manual_seed(seed)
     x = torch.randn(t, dtype=F64) * size
-    first_order, bound = la.softmax_first_order(x)
+    first_order, bound = analysis.softmax_first_order(x)
     assert (x.softmax(0) - first_order).abs().max() <= bound
 
 
@@ -197,7 +198,7 @@ def test_lemma_1_as_printed_in_the_main_text_is_false():
     """(x_i - mean x + eps_i)/t with |eps_i| <= ||x||^2/2: one score of 3 among 512 breaks it."""
     x = torch.zeros(512, dtype=F64)
     x[0] = 3.0
-    first_order, bound = la.softmax_first_order(x)
+    first_order, bound = analysis.softmax_first_order(x)
     assert 512 * (x.softmax(0) - first_order).abs().max() > bound
 
 
@@ -220,7 +221,7 @@ def test_lemma_3_bound_holds_for_any_unit_keys(seed, t, top, same):
     k = F.normalize(torch.randn(t, 6, dtype=F64), dim=-1)
     k = k[:1].expand_as(k) if same else k
     beta = top * torch.rand(t, dtype=F64)
-    product, first_order, bound = la.rank1_product(k, beta)
+    product, first_order, bound = analysis.rank1_product(k, beta)
     assert torch.linalg.matrix_norm(product - first_order, 2) <= bound * (1 + 1e-9) + 1e-14
 
 
@@ -229,7 +230,7 @@ def test_lemma_3_error_of_identical_keys_grows_like_t_squared():
     k, beta = torch.zeros(400, 3, dtype=F64), torch.full((400,), 1e-4, dtype=F64)
     k[:, 0] = 1
     for t in (100, 400):
-        product, first_order, _ = la.rank1_product(k[:t], beta[:t])
+        product, first_order, _ = analysis.rank1_product(k[:t], beta[:t])
         ratio = torch.linalg.matrix_norm(product - first_order, 2) / (t**2 * 1e-8 / 2)
         assert 0.95 < ratio < 1.0  # t^2 b^2/2, up to terms of order t b = 0.04
 
@@ -278,7 +279,7 @@ def mean_residual(k_bthk):
 def test_diagnostics_are_those_of_the_definition_at_every_t():
     torch.manual_seed(0)
     k = F.normalize(torch.randn(1, 30, 2, 5, dtype=F64) + 0.5, dim=-1)
-    C, mean, rms = la.key_concentration(k), mean_residual(k), la.projection_residual(k)
+    C, mean, rms = analysis.key_concentration(k), mean_residual(k), analysis.projection_residual(k)
     for t in (1, 7, 29):
         for h in range(2):
             seen = k[0, : t + 1, h]
