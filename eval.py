@@ -34,6 +34,9 @@ from huggingface_hub import hf_hub_download
 from torch import Tensor
 from tqdm.auto import tqdm
 
+sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+from options import command_line, configs_from, distill_options, eval_options
+
 import distill
 from distill import TrainConfig, UserError, attention_modules, head_shape, linear_layers
 from interventions import ASK_THE_MEMORY, OFF, ROUTERS, LinearizeConfig, LinearizedAttention, Pool, State
@@ -170,25 +173,20 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
     One backward pass through the teacher gives every layer's g, one probe every d: the exact part alone, with
     the router that needs no memory. Only the order of magnitude is meant to be right.
     """
-    answers, gradients, modules = {}, {}, attention_modules(model)
-    hooks = [distill.output_projection(m).register_forward_pre_hook(
-        lambda _, args, i=m.layer_idx: answers.update({i: args[0]})) for m in modules]  # fmt: skip
-    try:
-        with torch.enable_grad(), distill.as_teacher(model):
-            embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
-            logits = model(inputs_embeds=embedded, use_cache=False).logits.float()
-            drawn = logits.detach().flatten(0, 1).softmax(-1).multinomial(1).view(*ids.shape, 1)
-            log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
-            gradients = dict(zip(answers, torch.autograd.grad(log_p.sum(), list(answers.values()))))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    answers: list[Tensor] = []
+    embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
+    keep = lambda module, teacher, student: answers.append(teacher)  # noqa: E731
+    with torch.enable_grad(), model.controller.switch("probe", keep):
+        logits = model(inputs_embeds=embedded, use_cache=False).logits.float()
+        drawn = logits.detach().flatten(0, 1).softmax(-1).multinomial(1).view(*ids.shape, 1)
+        log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
+        gradients = iter(torch.autograd.grad(log_p.sum(), answers))
     router = model.linearize_config.router
     blind, cost = dict(merge="off", router="mass" if router in ASK_THE_MEMORY else router), []
 
     def probe(module, teacher, student):
-        answers = (student(module.linear.variant(**blind, budget=b)) for b in budgets)
-        off = [((x - teacher).flatten(2) * gradients[module.layer_idx]).sum(-1).float() for x in answers]
+        g, answers = next(gradients), (student(module.linear.variant(**blind, budget=b)) for b in budgets)
+        off = [((x - teacher) * g).sum((2, 3)).float() for x in answers]
         cost.append([x.square().sum().item() / 2 / ids.numel() for x in off])
 
     distill.probe_layers(model, ids, probe)
@@ -308,25 +306,6 @@ def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = 
 EXACT_PART = ("router", "sinks", "window", "budget", "budgets", "block", "half_life", "chunk", "impl")
 
 
-def add_options(parser: argparse.ArgumentParser, config: type) -> None:
-    """One --option per dataclass field. Defaults stay None, so that a preset knows what the user typed."""
-    group = parser.add_argument_group(config.__name__)
-    for field in dataclasses.fields(config):
-        kind, m = type(field.default), field.metadata
-        choices = "" if m["choices"] is None else f" ({', '.join(map(str, m['choices']))})"
-        shown = "" if field.default in ("", ()) else f" [{field.default}]"
-        how = dict(nargs="+", type=m["item"]) if kind is tuple else dict(type=kind)
-        group.add_argument(f"--{field.name.replace('_', '-')}", help=m["help"] + choices + shown, **how)
-
-
-def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig]:
-    """The dataclasses' defaults, then the preset's values, then what the user typed."""
-    values = dict(lookup(distill.PRESETS, args.preset, "preset"))
-    values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
-    return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
-                 for cls in (LinearizeConfig, TrainConfig))  # fmt: skip
-
-
 def check_writable(folder: Path) -> None:
     """Find out now, not after an hour of training, whether results can be written."""
     distill.write_atomically(folder / ".writable", Path.touch)
@@ -419,52 +398,6 @@ def evaluate(args: argparse.Namespace) -> None:
     report(bench, Path(args.json), distill.fingerprint(model), tasks)
 
 
-def command_line(commands: dict[str, Callable], describe: Callable, argv: list[str] | None) -> int:
-    """Parse, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
-    first = next(iter(commands))
-    parser.add_argument("command", nargs="?", default=first, choices=commands, help=f"what to do [{first}]")
-    describe(parser)
-    parser.add_argument("--adapter", help="folder that distill.py wrote")
-    choices = ", ".join(distill.PRESETS)
-    parser.add_argument("--preset", default="best", help=f"where options start ({choices}) [best]")
-    add_options(parser, TrainConfig)
-    add_options(parser, LinearizeConfig)
-    args = parser.parse_args(argv)
-    try:
-        commands[args.command](args)
-    except KeyboardInterrupt:
-        print("\ninterrupted; what was saved so far is kept", file=sys.stderr)
-        return 130
-    except (ValueError, distill.SafetensorError) as error:  # the latter: a full disk, for safetensors
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error.strerror or error}: {error.filename or 'while writing'}", file=sys.stderr)
-    else:
-        return 0
-    return 2
-
-
-def distill_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = distill.__doc__.splitlines()[0]
-    parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    parser.add_argument("--prompt", default="-", help="generate: text, or - for standard input [-]")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="generate: at most so many [200]")
-    parser.add_argument("--temperature", type=float, default=0.0, help="generate: 0 is greedy [0]")
-
-
-def eval_options(parser: argparse.ArgumentParser) -> None:
-    parser.description = __doc__
-    parser.add_argument("--tasks", default="ppl", help=f"some of {', '.join(TASKS)} [ppl]")
-    parser.add_argument("--rows", help="rows to measure [teacher, linear and all controls]")
-    parser.add_argument("--limit", type=int, default=0, help="at most this many items of everything")
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of retrieval [all]")
-    parser.add_argument("--mmlu", default=Bench.mmlu, help="folder of the original CSV files, or hub dataset")
-    parser.add_argument("--lambada", default=Bench.lambada, help="jsonl file, or owner/name:file of the hub")
-    parser.add_argument("--json", default="results.json", help="where everything goes raw [results.json]")
-
-
 def distill_main(argv: list[str] | None = None) -> int:
     return command_line(dict(train=train, generate=generate), distill_options, argv)
 
@@ -473,7 +406,6 @@ def main(argv: list[str] | None = None) -> int:
     return command_line(dict(evaluate=evaluate), eval_options, argv)
 
 
-sys.path.append(str(Path(__file__).resolve().parent / "tests"))
 if __name__ == "__main__":
     sys.modules["eval"] = sys.modules["__main__"]
     import benchmarks  # noqa: F401  (fills TASKS)

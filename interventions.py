@@ -30,7 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import linear_attention
-from linear_attn import FEATURES, RULES, attend, exact_attention, option, register, validate, working_dtype
+
+from linear_attn import (  # isort: skip
+    FEATURES, RULES, attend, exact_attention, full_attention, option, query_moments, register,
+    running_moments, validate, working_dtype
+)
 
 MERGES: dict[str, type[nn.Module]] = {}
 ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
@@ -92,29 +96,6 @@ class LinearizeConfig:
         """With other values, and every budget `stretch` times as large."""
         more = {"budget": round(self.budget * stretch), "budgets": [round(b * stretch) for b in self.budgets]}
         return dataclasses.replace(self, **more | changes)
-
-
-def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict:
-    """What (9) needs of n = `count` keys, (1, T or 1): q.mu and q^T Sigma q, (B,T,H), Sigma diagonal (a full
-    one was no better, and costs K x K).
-
-    Given are the sums of k - origin and of its square, (B, T or 1, G, K). HAZARD: moments are taken around
-    one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance of 1.
-    """
-    q_btgrk, n = q_bthk.to(working_dtype(q_bthk)).unflatten(2, (total.shape[2], -1)), count[..., None, None]
-    variance = square / n - (total / n).square()
-    q_mean = torch.einsum("btgrk,btgk->btgr", q_btgrk, origin + total / n).flatten(2)
-    q_cov_q = torch.einsum("btgrk,btgk->btgr", q_btgrk.square(), variance).flatten(2)
-    return {"count": count, "q_mean": q_mean, "q_cov_q": q_cov_q}
-
-
-def running_moments(q_bthk: Tensor, k_btgk: Tensor, count: int, sums: tuple[Tensor, Tensor, Tensor]):
-    """Moments of all keys up to k_t for every q_t, after `count` earlier ones: (moments, sums at the end)."""
-    origin, total, square = sums
-    shifted = k_btgk.to(origin.dtype) - origin
-    total, square = total + shifted.cumsum(1), square + shifted.square().cumsum(1)
-    n = count + torch.arange(1, k_btgk.shape[1] + 1, device=origin.device, dtype=origin.dtype)[None]
-    return query_moments(q_bthk, n, origin, total, square), (origin, total[:, -1:], square[:, -1:])
 
 
 class ShortConv(nn.Module):
@@ -503,23 +484,6 @@ class Controller:
             yield
         finally:
             self.mode, self.probe = before
-
-
-def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, window=None) -> Tensor:
-    """The teacher's softmax, for layers that keep it, with their own window: T queries, last of all keys."""
-    T, N, G = q.shape[1], k.shape[1], k.shape[2]
-    if softcap is None and mask_bt is None and T in (1, N) and N <= (window or N):
-        x = (y.transpose(1, 2) for y in (q, k, v))
-        out = F.scaled_dot_product_attention(*x, is_causal=T > 1, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
-    at = torch.arange(N, device=q.device)
-    age = at[N - T :, None] - at
-    visible = ((age >= 0) & (age < (window or N)))[None, None]
-    if mask_bt is not None:
-        visible = visible & mask_bt[:, None, None, -N:].bool()
-    q_bgrtk = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
-    o_bgrtv, _, _ = attend(q_bgrtk, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
-    return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
 
 
 def attention_forward(module, query, key, value, mask, scaling=None, softcap=None, memory=None, **options):

@@ -74,7 +74,6 @@ jit: Callable = triton.jit if triton else (lambda kernel: kernel)
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"  # fixed at import
 LAUNCH = dict(num_warps=8, num_stages=1)  # of every kernel; tests/gpu_check.py compiles with them
 IMPLEMENTATIONS: dict[str, Callable] = {"recurrent": recurrent, "chunked": chunked}  # "triton" is below
-say_once = functools.cache(print)
 
 # ---------------------------------------------------------------------------- tiles
 # rows = (row, heads, t0, T): time t0 and after, of the row-th (batch, head) pair of a (batch, T, heads, D)
@@ -414,17 +413,12 @@ def linear_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: 
     """Equation (1): arguments and results of `recurrent`, in the way that impl names.
 
     auto: triton for CUDA tensors, else chunked; there one token goes through the cheaper recurrence. Only a
-    missing GPU or Triton changes the choice, no error does. LINEAR_ATTN_VERBOSE=1 prints each choice once."""
-    why = "as asked"
-    if impl == "auto" and q_bthk.is_cuda and triton is not None:
-        impl, why = "triton", "CUDA tensors"
-    elif impl == "auto":
-        impl, why = "chunked", "no Triton" if q_bthk.is_cuda else f"tensors on {q_bthk.device.type}"
+    missing GPU or Triton changes the choice, no error does."""
+    if impl == "auto":
+        impl = "triton" if q_bthk.is_cuda and triton is not None else "chunked"
     if impl == "chunked" and q_bthk.shape[1] == 1:
-        impl, why = "recurrent", f"{why}, one token"
+        impl = "recurrent"
     run = lookup(IMPLEMENTATIONS, impl, "implementation")
-    if os.environ.get("LINEAR_ATTN_VERBOSE") == "1":
-        say_once(f"linear_attention: {impl} ({why})")
     args = (q_bthk, k_btgk, v_btgv, log_decay, erase, write, state)
     return run(*args) if run is recurrent else run(*args, chunk=chunk)
 

@@ -132,6 +132,23 @@ def exact_attention(
     return o_bthv, lse.permute(0, 1, 4, 2, 3).reshape(B, N * C, H)[:, :T]
 
 
+def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, window=None) -> Tensor:
+    """The teacher's softmax, for layers that keep it, with their own window: T queries, last of all keys."""
+    T, N, G = q.shape[1], k.shape[1], k.shape[2]
+    if softcap is None and mask_bt is None and T in (1, N) and N <= (window or N):
+        x = (y.transpose(1, 2) for y in (q, k, v))
+        out = F.scaled_dot_product_attention(*x, is_causal=T > 1, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    at = torch.arange(N, device=q.device)
+    age = at[N - T :, None] - at
+    visible = ((age >= 0) & (age < (window or N)))[None, None]
+    if mask_bt is not None:
+        visible = visible & mask_bt[:, None, None, -N:].bool()
+    q_bgrtk = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
+    o_bgrtv, _, _ = attend(q_bgrtk, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
+    return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
+
+
 def empty_state(k_btgk: Tensor, v_btgv: Tensor) -> Tensor:
     """S_0 = 0, shape (B, G, K, V)."""
     B, _, G, K = k_btgk.shape
@@ -240,6 +257,30 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
     o_bgrncv = q_in @ torch.stack(entries, 3) + P @ torch.stack(added, 3)  # (4)
     o_bthv = o_bgrncv.flatten(3, 4)[..., :T, :].flatten(1, 2).transpose(1, 2)
     return o_bthv.to(v_btgv.dtype), S_bg1kv[:, :, 0]
+
+# ---------------------------------------------------------------------------- moments of keys
+
+def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict:
+    """What (9) of interventions.py needs of n = `count` keys, (1, T or 1): q.mu and q^T Sigma q, (B,T,H);
+    Sigma is diagonal (a full one was no better, and costs K x K).
+
+    Given are the sums of k - origin and of its square, (B, T or 1, G, K). HAZARD: moments are taken around
+    one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance of 1.
+    """
+    q_btgrk, n = q_bthk.to(working_dtype(q_bthk)).unflatten(2, (total.shape[2], -1)), count[..., None, None]
+    variance = square / n - (total / n).square()
+    q_mean = torch.einsum("btgrk,btgk->btgr", q_btgrk, origin + total / n).flatten(2)
+    q_cov_q = torch.einsum("btgrk,btgk->btgr", q_btgrk.square(), variance).flatten(2)
+    return {"count": count, "q_mean": q_mean, "q_cov_q": q_cov_q}
+
+
+def running_moments(q_bthk: Tensor, k_btgk: Tensor, count: int, sums: tuple[Tensor, Tensor, Tensor]):
+    """Moments of all keys up to k_t for every q_t, after `count` earlier ones: (moments, sums at the end)."""
+    origin, total, square = sums
+    shifted = k_btgk.to(origin.dtype) - origin
+    total, square = total + shifted.cumsum(1), square + shifted.square().cumsum(1)
+    n = count + torch.arange(1, k_btgk.shape[1] + 1, device=origin.device, dtype=origin.dtype)[None]
+    return query_moments(q_bthk, n, origin, total, square), (origin, total[:, -1:], square[:, -1:])
 
 # ---------------------------------------------------------------------------- six update rules
 
@@ -418,20 +459,6 @@ def softmax_projection_identity(k_tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     cos = k_tk @ mean / length
     projected = k_tk - cos[:, None] * (mean / length)
     return k_tk - mean, projected, (cos / length - 1)[:, None] * mean
-
-
-def softmax_as_delta_rule(q_k: Tensor, k_tk: Tensor, v_tv: Tensor, scale: float) -> Tensor:
-    """Softmax attention is a delta rule in function space, exactly: for every query q,
-
-        o_t(q) = o_{t-1}(q) + a_t(q) (v_t - o_{t-1}(q)),    a_t(q) = exp(q.k_t) / sum_{i<=t} exp(q.k_i)
-
-    which is equation (1) with b_t = w_t = a_t and one key, the number 1. A gate forgets by a factor that
-    knows neither q nor k_t; softmax and the delta rule forget only where k_t points. Returns all o_t(q).
-    """
-    score_t = k_tk @ q_k * scale
-    a_bth = (score_t - score_t.logcumsumexp(0)).exp()[None, :, None]
-    one_bthk = torch.ones_like(a_bth)[..., None]
-    return recurrent(one_bthk, one_bthk, v_tv[None, :, None], None, a_bth, a_bth)[0][0, :, 0]
 
 
 if __name__ == "__main__":

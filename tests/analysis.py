@@ -1,4 +1,4 @@
-"""The paper's other two lemmas, and its two figures of how concentrated a layer's keys are.
+"""The paper's other two lemmas, softmax as an exact delta rule, and two figures of how concentrated keys are.
 
 Beside `linear_attn.softmax_projection_identity` (Lemma 2); used by the tests and by `eval.py --tasks layers`.
 """
@@ -50,3 +50,17 @@ def projection_residual(k_bthk: Tensor) -> Tensor:
     mean = k.cumsum(1) / steps[..., None]
     u = F.normalize(mean, dim=-1)
     return ((chunked(u, k, k)[0] * u).sum(-1) / steps - mean.square().sum(-1)).clamp(min=0).sqrt()
+
+
+def softmax_as_delta_rule(q_k: Tensor, k_tk: Tensor, v_tv: Tensor, scale: float) -> Tensor:
+    """Softmax attention is a delta rule in function space, exactly: for every query q,
+
+        o_t(q) = o_{t-1}(q) + a_t(q) (v_t - o_{t-1}(q)),    a_t(q) = exp(q.k_t) / sum_{i<=t} exp(q.k_i)
+
+    which is equation (1) with b_t = w_t = a_t and one key, the number 1. A gate forgets by a factor that
+    knows neither q nor k_t; softmax and the delta rule forget only where k_t points. Returns all o_t(q).
+    """
+    score_t = k_tk @ q_k * scale
+    a_bth = (score_t - score_t.logcumsumexp(0)).exp()[None, :, None]
+    one_bthk = torch.ones_like(a_bth)[..., None]
+    return recurrent(one_bthk, one_bthk, v_tv[None, :, None], None, a_bth, a_bth)[0][0, :, 0]

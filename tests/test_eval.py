@@ -205,7 +205,7 @@ def test_distill_writes_adapter_metrics_and_raw_results(trained):
     assert {p.name for p in out.iterdir()} == names
     result = json.loads((out / "results.json").read_text())
     assert {"command", "date", "machine", "torch", "fingerprint", "train", "linearize", "ppl"} <= set(result)
-    assert set(result["ppl"]["rows"]) == {"teacher", "linear", "off", "mass", "random", "bytes"}
+    assert set(result["ppl"]["rows"]) == {"teacher", "linear", "off", "mass", "random", "bytes", "recent"}
     assert len(result["ppl"]["rows"]["linear"]["nll"]) == 2
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 3
     assert not list(out.glob("*.tmp"))

@@ -240,7 +240,7 @@ def test_softmax_is_a_delta_rule_in_function_space(seed, t):
     torch.manual_seed(seed)
     q, k, v = torch.randn(4, dtype=F64), torch.randn(t, 4, dtype=F64), torch.randn(t, 3, dtype=F64)
     want = la.softmax_attention(q.expand(1, t, 1, 4), k[None, :, None], v[None, :, None], 0.7)[0, :, 0]
-    assert (la.softmax_as_delta_rule(q, k, v, 0.7) - want).abs().max() < 1e-12
+    assert (analysis.softmax_as_delta_rule(q, k, v, 0.7) - want).abs().max() < 1e-12
 
 
 @given(seed=st.integers(0, 10**6), t=st.integers(2, 30))

@@ -1,0 +1,80 @@
+"""From the dataclasses of options to the command lines of distill.py and eval.py: no part of the lesson."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+
+import distill
+from distill import TrainConfig
+from interventions import LinearizeConfig
+from linear_attn import lookup
+
+
+def add_options(parser: argparse.ArgumentParser, config: type) -> None:
+    """One --option per dataclass field. Defaults stay None, so that a preset knows what the user typed."""
+    group = parser.add_argument_group(config.__name__)
+    for field in dataclasses.fields(config):
+        kind, m = type(field.default), field.metadata
+        choices = "" if m["choices"] is None else f" ({', '.join(map(str, m['choices']))})"
+        shown = "" if field.default in ("", ()) else f" [{field.default}]"
+        how = dict(nargs="+", type=m["item"]) if kind is tuple else dict(type=kind)
+        group.add_argument(f"--{field.name.replace('_', '-')}", help=m["help"] + choices + shown, **how)
+
+
+def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig]:
+    """The dataclasses' defaults, then the preset's values, then what the user typed."""
+    values = dict(lookup(distill.PRESETS, args.preset, "preset"))
+    values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
+    return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
+                 for cls in (LinearizeConfig, TrainConfig))  # fmt: skip
+
+
+def command_line(commands: dict[str, Callable], describe: Callable, argv: list[str] | None) -> int:
+    """Parse, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
+    first = next(iter(commands))
+    parser.add_argument("command", nargs="?", default=first, choices=commands, help=f"what to do [{first}]")
+    describe(parser)
+    parser.add_argument("--adapter", help="folder that distill.py wrote")
+    choices = ", ".join(distill.PRESETS)
+    parser.add_argument("--preset", default="best", help=f"where options start ({choices}) [best]")
+    add_options(parser, TrainConfig)
+    add_options(parser, LinearizeConfig)
+    args = parser.parse_args(argv)
+    try:
+        commands[args.command](args)
+    except KeyboardInterrupt:
+        print("\ninterrupted; what was saved so far is kept", file=sys.stderr)
+        return 130
+    except (ValueError, distill.SafetensorError) as error:  # the latter: a full disk, for safetensors
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.strerror or error}: {error.filename or 'while writing'}", file=sys.stderr)
+    else:
+        return 0
+    return 2
+
+
+def distill_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = distill.__doc__.splitlines()[0]
+    parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--prompt", default="-", help="generate: text, or - for standard input [-]")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="generate: at most so many [200]")
+    parser.add_argument("--temperature", type=float, default=0.0, help="generate: 0 is greedy [0]")
+
+
+def eval_options(parser: argparse.ArgumentParser) -> None:
+    from eval import KINDS, TASKS, Bench, __doc__
+
+    parser.description = __doc__
+    parser.add_argument("--tasks", default="ppl", help=f"some of {', '.join(TASKS)} [ppl]")
+    parser.add_argument("--rows", help="rows to measure [teacher, linear and all controls]")
+    parser.add_argument("--limit", type=int, default=0, help="at most this many items of everything")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of retrieval [all]")
+    parser.add_argument("--mmlu", default=Bench.mmlu, help="folder of the original CSV files, or hub dataset")
+    parser.add_argument("--lambada", default=Bench.lambada, help="jsonl file, or owner/name:file of the hub")
+    parser.add_argument("--json", default="results.json", help="where everything goes raw [results.json]")
