@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,7 +95,8 @@ class LinearizeConfig:
 
     def changed(self, stretch: float = 1.0, **changes) -> LinearizeConfig:
         """With other values, and every budget `stretch` times as large."""
-        more = {"budget": round(self.budget * stretch), "budgets": [round(b * stretch) for b in self.budgets]}
+        more = {"budget": math.ceil(self.budget * stretch)}
+        more["budgets"] = [math.ceil(b * stretch) for b in self.budgets]
         return dataclasses.replace(self, **more | changes)
 
 
