@@ -128,26 +128,33 @@ def layer_bytes(layer: LinearizedAttention, length: int, dtype: torch.dtype) -> 
     return state.nbytes()
 
 
+def at_budget(config: LinearizeConfig, mode: dict, budget: int) -> dict:
+    """A row's changes with another budget, a mean over layers; "bytes" keeps its lead."""
+    mean = config.reach - config.window
+    budget += config.changed(**mode).reach - config.window - mean
+    shared_out = config.budgets and "budget" not in mode
+    return mode | (dict(stretch=budget / max(mean, 1)) if shared_out else dict(budget=budget))
+
+
 def add_controls(model) -> None:
     """Variants beside "linear" and "off": "mass" (content routers), the exact part alone, chosen as well as
     can be without a memory; "bytes", the same with as many further pairs as the memory's bytes buy, rounded
     up; "random", with the memory and a router that does not look. If layers have budgets of their own, "off"
     has the same number everywhere, and "recent" the newest pairs in those numbers."""
-    config, modes = model.linearize_config, model.controller.variants
-    layer, content = next(iter(linear_layers(model).values())), config.router != "recency"
-    blind = dict(merge="off", router="mass" if config.router in ASK_THE_MEMORY else config.router)
-    grow = "budget" if content else "window"
+    c, modes = model.linearize_config, model.controller.variants
+    layer, content, mean = next(iter(linear_layers(model).values())), c.router != "recency", c.reach - c.window
+    blind = dict(merge="off", router="mass" if c.router in ASK_THE_MEMORY else c.router)
     if content:
         modes |= {blind["router"]: blind, "random": dict(router="random")}
     if layer.rule is not None:
+        grow = "budget" if content else "window"
         changes = {}, blind, blind | {grow: 1000}, blind | {grow: 999}
-        own, less, big, small = (layer_bytes(layer.variant(**c), 10**6, model.dtype) for c in changes)
+        own, less, big, small = (layer_bytes(layer.variant(**x), 10**6, model.dtype) for x in changes)
         more = math.ceil((own - less) / (big - small))
-        mean = config.reach - config.window
-        more = {"stretch": (mean + more) / mean} if config.budgets else {grow: getattr(config, grow) + more}
-        modes["bytes"] = blind | more
-    if config.budgets:
-        modes |= dict(off=OFF | dict(budget=config.reach - config.window), recent=dict(OFF))
+        wider = blind | dict(window=c.window + more)
+        modes["bytes"] = at_budget(c, blind, mean + more) if content else wider
+    if c.budgets:
+        modes |= dict(off=OFF | dict(budget=mean), recent=dict(OFF))
 
 
 def state_bytes(model, length: int) -> dict[str, int]:
@@ -361,9 +368,9 @@ def generate(args: argparse.Namespace) -> None:
     )  # fmt: skip
     new, pairs = out.shape[1] - ids["input_ids"].shape[1], model.linearize_config.exact_pairs
     size = sum(row.nbytes() for layer in cache.layers for row in getattr(layer, "rows", ()))
+    text = f"{out.shape[1]} tokens of context, at most {pairs} exact pairs a query, state {size:,} bytes; "
     speed = f"{new} new tokens, {new / (time.time() - start):.1f} a second with the prompt"
-    print(f"\n{out.shape[1]} tokens of context, at most {pairs} exact pairs a query, state {size:,} bytes; "
-          + speed, file=sys.stderr)  # fmt: skip
+    print(f"\n{text}{speed}", file=sys.stderr)
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -390,10 +397,15 @@ def evaluate(args: argparse.Namespace) -> None:
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
     add_controls(model)
-    every, kinds = dict(model.controller.variants, teacher={}), tuple(args.kinds.split(","))
-    rows = tuple(dict.fromkeys(["teacher", *(args.rows.split(",") if args.rows else every)]))
-    for name in rows + kinds:
-        lookup(every if name in rows else dict.fromkeys(KINDS), name, "row" if name in rows else "kind")
+    modes, kinds = model.controller.variants, tuple(args.kinds.split(","))
+    rows = tuple(dict.fromkeys(["teacher", *(args.rows.split(",") if args.rows else modes)]))
+    for row in rows[1:]:
+        name, _, budget = row.partition("@")
+        mode = lookup(modes, name, "row")
+        if "@" in row:
+            modes[row] = at_budget(model.linearize_config, mode, int(budget))
+    for kind in kinds:
+        lookup(dict.fromkeys(KINDS), kind, "kind")
     bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada)
     report(bench, Path(args.json), distill.fingerprint(model), tasks)
 

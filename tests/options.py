@@ -72,7 +72,7 @@ def eval_options(parser: argparse.ArgumentParser) -> None:
 
     parser.description = __doc__
     parser.add_argument("--tasks", default="ppl", help=f"some of {', '.join(TASKS)} [ppl]")
-    parser.add_argument("--rows", help="rows to measure [teacher, linear and all controls]")
+    parser.add_argument("--rows", help="rows to measure, linear@256 with another budget [all]")
     parser.add_argument("--limit", type=int, default=0, help="at most this many items of everything")
     parser.add_argument("--kinds", default=",".join(KINDS), help="of retrieval [all]")
     parser.add_argument("--mmlu", default=Bench.mmlu, help="folder of the original CSV files, or hub dataset")

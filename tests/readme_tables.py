@@ -15,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
+
 import distill  # noqa: E402, F401
 import eval as evaluation  # noqa: E402
 
@@ -82,6 +84,7 @@ def paired() -> str:
 NAMES = {
     "teacher": "teacher",
     "off": "memory off: sinks + the newest",
+    "recent": "memory off, the newest, shared out among layers",
     "mass": "memory off, half of the pairs chosen by mass",
     "random": "memory, half of the pairs at random",
     "linear": "**memory, half chosen by mix (`best`)**",
@@ -127,16 +130,123 @@ def against() -> str:
     return "\n".join(lines)
 
 
+def seeds() -> str:
+    """The headline row of every seed: what is closed of the gap between "off" and the teacher."""
+    lines = ["| model | T | seed | sequences | perplexity gap closed | KL gap closed |"]
+    lines.append("|---|---|---|---|---|---|")
+    for key, model in MODELS.items():
+        for path in sorted(RESULTS.glob(f"{key}_mix_*.json")):
+            run = load(path.stem)
+            rows = run["ppl"]["rows"]
+            closed = []
+            for metric, size in (("nll", math.exp), ("kl", float)):
+                teacher, off, on = (
+                    size(evaluation.mean_and_error(rows[r][metric])[0]) for r in ("teacher", "off", "linear")
+                )
+                closed.append(f"{(off - on) / (off - teacher):.0%}")
+            seed, count = run["train"]["seed"] % 10, len(rows["off"]["kl"])
+            lines.append(f"| {model} | {run['ppl']['seq_len']:,} | {seed} | {count} | {' | '.join(closed)} |")
+    return "\n".join(lines)
+
+
+def bytes() -> str:
+    """The memory against its bytes in further pairs, over budgets and lengths."""
+    lines = ["| budget | T | pairs | KL | pairs of equal bytes | KL | memory saves nll | memory saves KL |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for path in sorted(
+        RESULTS.glob("smollm2_bytes_*.json"), key=lambda p: [*map(int, p.stem.split("_")[2:])]
+    ):
+        result = load(path.stem)["ppl"]
+        rows, pairs = result["rows"], result["pairs"]
+        own, more = (
+            f"{pairs[r]:,} | {evaluation.mean_and_error(rows[r]['kl'])[0]:.3f}" for r in ("linear", "bytes")
+        )
+        saved = (evaluation.paired(rows, m, "linear", "bytes") for m in ("nll", "kl"))
+        text = " | ".join(f"{x:+.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}") for x, e in saved)
+        lines.append(f"| {path.stem.split('_')[2]} | {result['seq_len']:,} | {own} | {more} | {text} |")
+    return "\n".join(lines)
+
+
+def layers() -> str:
+    """Rank correlation of a layer's error, as the memory leaves it, with what might predict it."""
+    lines = ["| model | layers | mass beyond the exact pairs | key concentration | residual |"]
+    lines.append("|---|---|---|---|---|")
+    for key, model in MODELS.items():
+        if (RESULTS / f"{key}_layers.json").exists():
+            result = load(f"{key}_layers")["layers"]
+            figures = " | ".join(
+                f"{result['correlation'][n]:+.2f}" for n in ("mass", "concentration", "residual")
+            )
+            lines.append(f"| {model} | {len(result['layer'])} | {figures} |")
+    return "\n".join(lines)
+
+
+def questions() -> str:
+    """MMLU and LAMBADA of every run: accuracy, its paired difference to the teacher's, what says more."""
+    lines = ["| model, task | exact pairs | row | accuracy | - teacher ± s.e. | same answer | KL |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for path in sorted(RESULTS.glob("*_mmlu_*.json")) + sorted(RESULTS.glob("*_lambada_*.json")):
+        run, (key, task, *_) = load(path.stem), path.stem.split("_")
+        result, config = run[task], evaluation.LinearizeConfig(**run["linearize"])
+        for name, row in answers(task, result).items():
+            pairs = "all" if name == "teacher" else config.changed(**run["variants"][name]).exact_pairs
+            count = len(row["hit"])
+            gain, error = evaluation.mean_and_error([x - y for x, y in zip(row["hit"], row["teacher"])])
+            kl, kl_error = evaluation.mean_and_error(row["kl"])
+            kl = "–" if math.isnan(kl) else f"{kl:.3f} ± {kl_error:.3f}"
+            shown = f"{sum(row['hit']) / count:.1%} | {gain:+.1%} ± {error:.1%} | {row['same']:.1%} | {kl}"
+            rule = f"{name} ({config.rule}, {config.merge}, {config.router})" if name == "linear" else name
+            lines.append(f"| {MODELS[key]}, {task} ({count:,}) | {pairs} | {rule} | {shown} |")
+    return "\n".join(lines)
+
+
+def answers(task: str, result: dict) -> dict[str, dict]:
+    """Right or wrong item by item, of every row, beside the teacher's; and what tells them apart."""
+    if task == "lambada":
+        hits = {name: row["hit"] for name, row in result["rows"].items()}
+        same = {n: sum(x == y for x, y in zip(h, hits["teacher"])) / len(h) for n, h in hits.items()}
+        return {n: dict(hit=h, teacher=hits["teacher"], same=same[n], kl=[math.nan]) for n, h in hits.items()}
+    made, letters = {}, {n: torch.tensor(x).log_softmax(-1) for n, x in result["letters"].items()}
+    teacher, right = letters["teacher"], torch.tensor(result["right"])
+    for name, own in letters.items():
+        said, meant = own.argmax(-1), teacher.argmax(-1)
+        made[name] = dict(
+            hit=(said == right).double().tolist(),
+            teacher=(meant == right).double().tolist(),
+            same=(said == meant).double().mean().item(),
+            kl=(teacher.exp() * (teacher - own)).sum(-1).tolist(),
+        )
+    return made
+
+
+def ablation() -> str:
+    """The ladder and the rules, as `eval.py --tasks ablation` prints them, and layer by layer."""
+    run = load("smollm2_ablation")["ablation"]
+    which = list(next(iter(run.values()))["layer"])
+    lines = [
+        "| design | exact pairs | " + " | ".join(f"layer {i}" for i in which) + " | mean error | ppl | KL |"
+    ]
+    lines.append("|---" * (len(which) + 5) + "|")
+    for name, row in run.items():
+        errors = [row["layer"][i] for i in which]
+        (nll, _), (kl, kl_error) = (evaluation.mean_and_error(row[m]) for m in ("nll", "kl"))
+        shown = " | ".join(f"{x:.3f}" for x in (*errors, sum(errors) / len(errors)))
+        lines.append(
+            f"| {name} | {row['pairs']} | {shown} | {math.exp(nll):.2f} | {kl:.4f} ± {kl_error:.4f} |"
+        )
+    return "\n".join(lines)
+
+
 def retrieval() -> str:
     """Greedy exact matches of each measured kind, length and budget."""
     lines = ["| model | kind | T | row | pairs | found |", "|---|---|---|---|---|---|"]
     for path in sorted(RESULTS.glob("*_retrieval_*.json")):
         result = load(path.stem)
-        model, c = MODELS[path.stem.split("_")[0]], result["linearize"]
+        model, config = MODELS[path.stem.split("_")[0]], evaluation.LinearizeConfig(**result["linearize"])
         for row, kinds in result["retrieval"]["rows"].items():
-            changed = c | result["variants"].get(row, {})
-            pairs = "all" if row == "teacher" else changed["sinks"] + changed["window"] + changed["budget"]
-            name = "teacher" if row == "teacher" else f"{row} ({changed['router']})"
+            changed = config.changed(**result["variants"].get(row, {}))
+            pairs = "all" if row == "teacher" else changed.exact_pairs
+            name = "teacher" if row == "teacher" else f"{row} ({changed.router})"
             for kind, how in kinds.items():
                 found = f"{sum(how['greedy']):.0f} of {len(how['greedy'])}"
                 length = result["retrieval"]["seq_len"]

@@ -466,3 +466,16 @@ def test_a_wrong_number_of_budgets_is_refused_in_one_line():
         linearize(tiny_model(), LinearizeConfig(router="mass", merge="off", budgets=(1, 2, 3)))
     with pytest.raises(ValueError, match="budgets must be at least 0, got -1"):
         LinearizeConfig(budgets=(2, -1))
+
+
+@pytest.mark.parametrize("budgets", [(), (4, 12)])
+def test_a_row_at_another_budget_has_that_many_pairs_and_bytes_its_lead(budgets):
+    model = linearize(tiny_model(), LinearizeConfig(router="mix", window=8, budget=8, block=4, budgets=budgets))
+    evaluation.add_controls(model)
+    modes, config = model.controller.variants, model.linearize_config
+    lead = config.changed(**modes["bytes"]).exact_pairs - config.exact_pairs
+    for name in modes:
+        changed = config.changed(**evaluation.at_budget(config, modes[name], 16))
+        want = 28 + (lead if name == "bytes" else 0)
+        assert want <= changed.exact_pairs <= want + bool(budgets), name  # a share is rounded up
+    assert lead > 4
