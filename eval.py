@@ -142,7 +142,8 @@ def add_controls(model) -> None:
     up; "random", with the memory and a router that does not look. If layers have budgets of their own, "off"
     has the same number everywhere, and "recent" the newest pairs in those numbers."""
     c, modes = model.linearize_config, model.controller.variants
-    layer, content, mean = next(iter(linear_layers(model).values())), c.router != "recency", c.reach - c.window
+    layer, mean = next(iter(linear_layers(model).values())), c.reach - c.window
+    content = c.router != "recency"
     blind = dict(merge="off", router="mass" if c.router in ASK_THE_MEMORY else c.router)
     if content:
         modes |= {blind["router"]: blind, "random": dict(router="random")}
@@ -154,7 +155,7 @@ def add_controls(model) -> None:
         wider = blind | dict(window=c.window + more)
         modes["bytes"] = at_budget(c, blind, mean + more) if content else wider
     if c.budgets:
-        modes |= dict(off=OFF | dict(budget=mean), recent=dict(OFF))
+        modes |= dict(off=OFF | dict(budget=mean, budgets=()), recent=dict(OFF))
 
 
 def state_bytes(model, length: int) -> dict[str, int]:

@@ -470,9 +470,10 @@ def test_a_wrong_number_of_budgets_is_refused_in_one_line():
 
 @pytest.mark.parametrize("budgets", [(), (4, 12)])
 def test_a_row_at_another_budget_has_that_many_pairs_and_bytes_its_lead(budgets):
-    model = linearize(tiny_model(), LinearizeConfig(router="mix", window=8, budget=8, block=4, budgets=budgets))
+    config = LinearizeConfig(router="mix", window=8, budget=8, block=4, budgets=budgets)
+    model = linearize(tiny_model(), config)
     evaluation.add_controls(model)
-    modes, config = model.controller.variants, model.linearize_config
+    modes = model.controller.variants
     lead = config.changed(**modes["bytes"]).exact_pairs - config.exact_pairs
     for name in modes:
         changed = config.changed(**evaluation.at_budget(config, modes[name], 16))
