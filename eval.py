@@ -35,7 +35,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-from options import command_line, configs_from, distill_options, eval_options
+from options import check_writable, command_line, configs_from, distill_options, eval_options, exact_part
 
 import distill
 from distill import TrainConfig, UserError, attention_modules, head_shape, linear_layers
@@ -310,16 +310,6 @@ def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = 
 
 # ----------------------------------------------------------------------------- the command lines
 
-# what may be changed after training
-EXACT_PART = ("router", "sinks", "window", "budget", "budgets", "block", "half_life", "chunk", "impl")
-
-
-def check_writable(folder: Path) -> None:
-    """Find out now, not after an hour of training, whether results can be written."""
-    distill.write_atomically(folder / ".writable", Path.touch)
-    (folder / ".writable").unlink()
-
-
 def train(args: argparse.Namespace) -> None:
     """`python distill.py`: freeze, replace, train, measure."""
     (config, train), out = configs_from(args), Path(args.out)
@@ -383,10 +373,7 @@ def evaluate(args: argparse.Namespace) -> None:
     check_writable(Path(args.json).resolve().parent)
     if not args.adapter and tasks != ("ablation",):
         raise UserError("every task but ablation needs --adapter DIR (python distill.py makes one)")
-    names = [f.name for f in dataclasses.fields(LinearizeConfig)]
-    typed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if args.adapter and (fixed := sorted(set(typed) - set(EXACT_PART))):
-        raise UserError(f"--{fixed[0]} is fixed by the adapter; free are {', '.join(EXACT_PART)}")
+    typed = exact_part(args) if args.adapter else {}
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
     data = load_data(tokenizer, train)
     if args.adapter:

@@ -6,11 +6,14 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import distill
 from distill import TrainConfig
 from interventions import LinearizeConfig
 from linear_attn import lookup
+
+EXACT_PART = ("router", "sinks", "window", "budget", "budgets", "block", "half_life", "chunk", "impl")
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:
@@ -30,6 +33,21 @@ def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig
     values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
     return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
                  for cls in (LinearizeConfig, TrainConfig))  # fmt: skip
+
+
+def exact_part(args: argparse.Namespace) -> dict:
+    """What the user typed of the options that may be changed after training; others are refused."""
+    names = [f.name for f in dataclasses.fields(LinearizeConfig)]
+    typed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if fixed := sorted(set(typed) - set(EXACT_PART)):
+        raise distill.UserError(f"--{fixed[0]} is fixed by the adapter; free are {', '.join(EXACT_PART)}")
+    return typed
+
+
+def check_writable(folder: Path) -> None:
+    """Find out now, not after an hour of training, whether results can be written."""
+    distill.write_atomically(folder / ".writable", Path.touch)
+    (folder / ".writable").unlink()
 
 
 def command_line(commands: dict[str, Callable], describe: Callable, argv: list[str] | None) -> int:
