@@ -387,8 +387,9 @@ class LinearizedAttention(nn.Module):
             q_bgrck = q_bthk[:, t - n : end - n].unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
             o, lse, p = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
             parts.append((o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)))
-            share = p.detach().sum((2, 3)).transpose(1, 2).to(bank["received"])
-            bank["received"] = bank["received"].scatter_add(1, seen, share)
+            received = take(bank["received"], seen) + p.detach().sum((2, 3)).transpose(1, 2)
+            fade = 0.5 ** (c.block / c.half_life) if end == border else 1.0  # for all alike: no order changes
+            bank["received"].scatter_(1, seen, received.to(bank["received"]) * fade)  # this call's own tensor
             if count and self.rule is not None:  # what the memory knows as these queries ask
                 pasts.append((rest["S"], rest["total"], rest["square"], rest["S"].new_full((1, 1), count)))
             else:
@@ -401,7 +402,6 @@ class LinearizedAttention(nn.Module):
                 if evicted.shape[1] and writes is not None:
                     self.write(bank["k"], writes, evicted, rest)
                 count += evicted.shape[1]
-                bank["received"] = bank["received"] * 0.5 ** (c.block / c.half_life)
             t = end
         out, lse = (torch.cat(x, 1) for x in zip(*parts))
         if pasts:
