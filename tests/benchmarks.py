@@ -1,4 +1,4 @@
-"""The benchmarks of eval.py: layers, MMLU, LAMBADA, retrieval, ablation. eval.py loads this file to run them.
+"""The benchmarks of eval.py, which loads this file: layers, MMLU, LAMBADA, retrieval, speed, ablation.
 
 They are no part of the lesson: prompts, files and scores, as the published benchmarks have them. A task is a
 function of an `eval.Bench` that returns its raw figures and a table; add one with `@register(TASKS, "name")`.
@@ -13,9 +13,11 @@ import functools
 import io
 import math
 import random
+import statistics
 import tarfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from tqdm.auto import tqdm
 
 import distill
 from distill import UserError, attention_modules, linear_layers, new_layer
-from eval import TASKS, Bench, mean_and_error, measure_text, paired, read_text, read_texts
+from eval import TASKS, Bench, mean_and_error, measure_text, paired, read_text, read_texts, state_bytes
 from interventions import LinearizeConfig
 from linear_attn import RULES, exact_attention, register
 
@@ -301,6 +303,76 @@ def measure_retrieval(bench: Bench) -> tuple[dict, str]:
                 + "".join(f"{mean_and_error(row[k][how])[0]:12.2f}" for k in bench.kinds)
             )
     return dict(rows=rows, seq_len=bench.train.seq_len), "\n".join(lines)
+
+
+# ----------------------------------------------------------------------------- speed
+
+
+def peak_memory(device: torch.device, reset: bool = False) -> int:
+    """Bytes of the largest memory in use since the last reset: of the device, or of this process on Linux."""
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device)
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def timed(model, work: Callable) -> tuple[float, object]:
+    """(seconds of wall time, result)."""
+    wait = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    result = work()
+    wait()
+    return time.perf_counter() - start, result
+
+
+@register(TASKS, "speed")
+def measure_speed(bench: Bench) -> tuple[dict, str]:
+    """Prefill and decoding at 1k, 2k, ... --seq-len tokens: medians of three interleaved prefills, and of 24
+    tokens, of every row in one run. Ratios to the teacher are what to read: times are this machine's."""
+    tokens, longest = bench.held_out.flatten(), bench.train.seq_len
+    lengths = [n for n in (2**i for i in range(10, 21)) if n <= longest] or [longest]
+    ids = tokens.repeat(-(-longest // len(tokens)))[None].to(bench.model.device)
+    result = {}
+    for length in lengths:
+        rows = result[length] = {name: dict(prefill=[], decode=[], peak=[]) for name in bench.rows}
+        for _ in tqdm(range(3), desc=f"speed {length}", leave=False, disable=None):
+            for name, row in rows.items():
+                with bench.row(name) as model:
+                    peak_memory(model.device, reset=True)
+                    some = dict(input_ids=ids[:, :length], use_cache=True, logits_to_keep=1)
+                    read = functools.partial(model, **some)
+                    seconds, out = timed(model, read)
+                    row["prefill"].append(seconds)
+                    token = out.logits[:, -1:].argmax(-1)
+                    for _ in range(8):
+                        step = functools.partial(model, input_ids=token, cache=out.cache, use_cache=True)
+                        seconds, _ = timed(model, step)
+                        row["decode"].append(seconds)
+                    row["peak"].append(peak_memory(model.device))
+                    del out, step, read
+        size = state_bytes(bench.model, length)
+        for name, row in rows.items():
+            row |= {key: statistics.median(row[key]) for key in ("prefill", "decode", "peak")}
+            row["bytes"] = size[name]
+    return dict(lengths=result), speed_table(result)
+
+
+def speed_table(result: dict) -> str:
+    """Times, ratios to the teacher of the same run, and a bar a ratio: ten marks are the teacher's time."""
+    head = ("T", "row", "prefill ms/token", "x", "decode ms/token", "x", "peak MiB", "state bytes")
+    lines = ["{:>7s} {:10s}{:>18s}{:>7s}{:>17s}{:>7s}{:>10s}{:>15s}".format(*head)]
+    for length, rows in result.items():
+        for name, row in rows.items():
+            prefill, decoded = (row[k] / rows["teacher"][k] for k in ("prefill", "decode"))
+            left = f"{int(length):7,d} {name:10s}{1e3 * row['prefill'] / int(length):18.3f}{prefill:7.2f}"
+            right = f"{1e3 * row['decode']:17.1f}{decoded:7.2f}{row['peak'] / 2**20:10.0f}{row['bytes']:15,d}"
+            lines.append(left + right + "  " + "#" * max(1, round(10 * decoded)))
+    return "\n".join(lines) + "\nbars: time to decode a token, ten marks are the teacher's"
 
 
 # ----------------------------------------------------------------------------- which part does how much

@@ -57,9 +57,16 @@ FAMILIES = {  # the names of transformers' classes; beyond the common sizes, wha
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also tests marked exhaustive: a minute more")
+    parser.addoption("--plugin", action="append", default=[], help="a file whose rules, ... are tested too")
 
 
 def pytest_configure(config):
+    from options import load_plugin
+
+    import eval  # noqa: F401  (puts this folder on the path, and registers the router "random")
+
+    for path in config.getoption("--plugin"):
+        load_plugin(path)
     config.addinivalue_line("markers", "exhaustive: a further combination of what other tests check; --all")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,19 +51,37 @@ def check_writable(folder: Path) -> None:
     (folder / ".writable").unlink()
 
 
-def command_line(commands: dict[str, Callable], describe: Callable, argv: list[str] | None) -> int:
-    """Parse, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
+def load_plugin(path: str) -> None:
+    """Run a file that registers rules, merges, routers or losses of its own (README, "Add your own")."""
+    try:
+        spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:  # whatever a user's file can do
+        raise distill.UserError(f"plugin {path}: {type(error).__name__}: {distill.brief(error)}") from None
+
+
+def parser_for(commands: dict[str, Callable], describe: Callable) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter)
     first = next(iter(commands))
     parser.add_argument("command", nargs="?", default=first, choices=commands, help=f"what to do [{first}]")
     describe(parser)
     parser.add_argument("--adapter", help="folder that distill.py wrote")
+    parser.add_argument("--plugin", action="append", help="a file of yours with further rules, routers, ...")
     choices = ", ".join(distill.PRESETS)
     parser.add_argument("--preset", default="best", help=f"where options start ({choices}) [best]")
     add_options(parser, TrainConfig)
     add_options(parser, LinearizeConfig)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def command_line(commands: dict[str, Callable], describe: Callable, argv: list[str] | None) -> int:
+    """Parse, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--plugin", action="append", default=[])
     try:
+        for path in early.parse_known_args(argv)[0].plugin:  # first: what it registers belongs to the choices
+            load_plugin(path)
+        args = parser_for(commands, describe).parse_args(argv)
         commands[args.command](args)
     except KeyboardInterrupt:
         print("\ninterrupted; what was saved so far is kept", file=sys.stderr)

@@ -6,6 +6,9 @@ import itertools
 import json
 import math
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import benchmarks
 import pytest
@@ -480,3 +483,66 @@ def test_a_row_at_another_budget_has_that_many_pairs_and_bytes_its_lead(budgets)
         want = 28 + (lead if name == "bytes" else 0)
         assert want <= changed.exact_pairs <= want + bool(budgets), name  # a share is rounded up
     assert lead > 4
+
+
+# ----------------------------------------------------------------------------- plugins
+
+PLUGIN = '''
+from interventions import ROUTERS
+from linear_attn import RULES, UpdateRule, register
+
+@register(RULES, "forgetful")
+class Forgetful(UpdateRule):
+    """Delta rule that erases twice as much as it writes."""
+
+    delta = True
+
+    def strengths(self, k_btgk, log_decay, beta):
+        return log_decay, beta, 0.5 * beta
+
+@register(ROUTERS, "oldest")
+def route_by_age(pool):
+    return -pool.position.float()
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    """A student's file; what it registers is gone after the test."""
+    tables = {id(t): (t, dict(t)) for t in (evaluation.ROUTERS, benchmarks.RULES)}
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGIN)
+    yield path
+    for table, before in tables.values():
+        table.clear()
+        table.update(before)
+
+
+def test_a_plugin_adds_a_rule_and_a_router_to_both_commands(plugin, tmp_path, capsys):
+    run = ["--plugin", str(plugin), "--seq-len", "160", "--eval-tokens", "160"]
+    mine = ["--rule", "forgetful", "--router", "oldest", "--window", "32", "--budget", "16"]
+    out = str(tmp_path / "out")
+    assert evaluation.distill_main([*run, *mine, "--steps", "1", "--batch", "1", "--out", out]) == 0
+    more = ["--adapter", out, "--rows", "linear", "--json", str(tmp_path / "again.json")]
+    assert evaluation.main([*run, *more]) == 0
+    assert json.loads((tmp_path / "again.json").read_text())["linearize"]["rule"] == "forgetful"
+
+
+@pytest.mark.parametrize("text", ["1 / 0", "import nowhere_at_all", "def", None])
+def test_a_broken_or_missing_plugin_is_one_clear_line(text, tmp_path, capsys):
+    path = tmp_path / "broken.py"
+    if text:
+        path.write_text(text)
+    assert evaluation.distill_main(["--plugin", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: plugin {path}: ") and err.count("\n") == 1
+
+
+@pytest.mark.exhaustive
+def test_what_a_plugin_registers_is_tested_like_the_rest(plugin):
+    """And a router that looks into the future, or at nothing, could not pass: those tests are the same."""
+    tests = Path(__file__).parent
+    call = [sys.executable, "-m", "pytest", "-q", "--plugin", str(plugin), "-k", "forgetful or oldest"]
+    done = subprocess.run([*call, str(tests / "test_linear_attn.py"), str(tests / "test_interventions.py")],
+                          cwd=tests.parent, capture_output=True, text=True, timeout=600)  # fmt: skip
+    assert done.returncode == 0 and int(done.stdout.split()[-4]) > 20, done.stdout[-2000:]
