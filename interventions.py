@@ -387,9 +387,9 @@ class LinearizedAttention(nn.Module):
             q_bgrck = q_bthk[:, t - n : end - n].unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
             o, lse, p = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
             parts.append((o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)))
-            received = take(bank["received"], seen) + p.detach().sum((2, 3)).transpose(1, 2)
+            received = take(bank["received"], seen) + p.detach().float().sum((2, 3)).transpose(1, 2)
             fade = 0.5 ** (c.block / c.half_life) if end == border else 1.0  # for all alike: no order changes
-            bank["received"].scatter_(1, seen, received.to(bank["received"]) * fade)  # this call's own tensor
+            bank["received"].scatter_(1, seen, received * fade)  # this call's own tensor
             if count and self.rule is not None:  # what the memory knows as these queries ask
                 pasts.append((rest["S"], rest["total"], rest["square"], rest["S"].new_full((1, 1), count)))
             else:
@@ -541,3 +541,8 @@ def by_rows(layer, x, lengths: list[int], memory, scale: float, softcap: float |
             for i, b in enumerate(rows):
                 memory.rows[b] = state.row(i)
     return out
+
+
+if __name__ == "__main__":
+    from tests.demos import interventions_demo
+    interventions_demo()

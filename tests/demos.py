@@ -1,4 +1,4 @@
-"""What `python linear_attn.py` prints: seconds long, and no part of the lesson."""
+"""What `python linear_attn.py` and `python interventions.py` print: seconds long, no part of the lesson."""
 
 import torch
 import torch.nn.functional as F
@@ -24,3 +24,29 @@ def linear_attn_demo() -> None:
     for name, decay, beta in (("sum", one, None), ("gate 0.5", 0.5 * one, None), ("delta rule", one, one)):
         _, S = recurrent(k, k, v, decay.log(), beta, beta)
         print(f"  {name:10s}  A = {a @ S[0, 0, :, 0]:5.2f}   B = {b @ S[0, 0, :, 0]:5.2f}")
+
+
+FILLER = "The sky is wide and the sea is deep. Birds pass over the hills. One day follows another. "
+SENTENCE = "The pass key is 48213. Remember it. " + 2 * FILLER
+
+
+def interventions_demo() -> None:
+    """Which tokens stay exact: the tiny teacher reads a text, and every router shows what it kept."""
+    import distill
+    import eval as evaluation  # noqa: F401  (registers the router "random")
+    from interventions import ROUTERS, LinearizeConfig
+
+    model, tokenizer = distill.load_teacher()
+    ids = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]
+    print(f"{len(ids)} tokens. A layer keeps 2 sinks, the newest 16 and 16 more [exact]; the memory has the rest")
+    for router in ROUTERS:
+        config = LinearizeConfig(router=router, sinks=2, window=16, budget=16, block=8)
+        distill.linearize(model, config)
+        cache = model(input_ids=torch.tensor([ids]), use_cache=True).cache
+        kept = cache.layers[-1].rows[0].exact
+        newest = torch.arange(len(ids))[[*range(2), *range(len(ids) - config.reach, len(ids))]]
+        positions = set((kept["position"][0, :, 0] if "position" in kept else newest).tolist())
+        words = [tokenizer.decode([token]) for token in ids]
+        shown = "".join(f"[{word}]" if i in positions else word for i, word in enumerate(words))
+        print(f"\n{router}\n{shown.replace('][', '')}")
+        distill.delinearize(model)
