@@ -138,8 +138,8 @@ def at_budget(config: LinearizeConfig, mode: dict, budget: int) -> dict:
 
 def add_controls(model) -> None:
     """Variants beside "linear" and "off": "mass", the exact part chosen as well as can be without a memory;
-    "bytes", the same with as many more pairs as the memory's bytes buy; "random", with the memory and a router
-    that does not look. If layers have their own budgets: "off" is even, "recent" has the newest in those."""
+    "bytes", the same with as many more pairs as the memory's bytes buy; "random", a router that
+    does not look. If layers have their own budgets: "off" is even, "recent" has the newest in those."""
     c, modes = model.linearize_config, model.controller.variants
     layer, mean = next(iter(linear_layers(model).values())), c.reach - c.window
     content = c.router != "recency"
@@ -153,8 +153,7 @@ def add_controls(model) -> None:
         more = math.ceil((own - less) / (big - small))
         wider = blind | dict(window=c.window + more)
         modes["bytes"] = at_budget(c, blind, mean + more) if content else wider
-    if c.budgets:
-        modes |= dict(off=OFF | dict(budget=mean, budgets=()), recent=dict(OFF))
+    modes |= dict(off=OFF | dict(budget=mean, budgets=()), recent=dict(OFF)) if c.budgets else {}
 
 
 def state_bytes(model, length: int) -> dict[str, int]:
@@ -358,8 +357,9 @@ def generate(args: argparse.Namespace) -> None:
     )  # fmt: skip
     new, pairs = out.shape[1] - ids["input_ids"].shape[1], model.linearize_config.exact_pairs
     size = sum(row.nbytes() for layer in cache.layers for row in getattr(layer, "rows", ()))
-    said = f"{out.shape[1]} tokens of context, at most {pairs} exact pairs a query, state {size:,} bytes; {new}"
-    print(f"\n{said} new tokens, {new / (time.time() - start):.1f} a second with the prompt", file=sys.stderr)
+    said = f"{out.shape[1]} tokens of context, at most {pairs} exact pairs a query, state {size:,} bytes"
+    rate = f"{new} new tokens, {new / (time.time() - start):.1f} a second with the prompt"
+    print(f"\n{said}; {rate}", file=sys.stderr)
 
 
 def evaluate(args: argparse.Namespace) -> None:

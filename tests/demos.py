@@ -38,7 +38,7 @@ def interventions_demo() -> None:
 
     model, tokenizer = distill.load_teacher()
     ids = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]
-    print(f"{len(ids)} tokens. A layer keeps 2 sinks, the newest 16 and 16 more [exact]; the memory has the rest")
+    print(f"{len(ids)} tokens; [exact] are 2 sinks, the newest 16 and 16 more, the rest is in the memory")
     for router in ROUTERS:
         config = LinearizeConfig(router=router, sinks=2, window=16, budget=16, block=8)
         distill.linearize(model, config)
