@@ -137,15 +137,15 @@ def at_budget(config: LinearizeConfig, mode: dict, budget: int) -> dict:
 
 
 def add_controls(model) -> None:
-    """Variants beside "linear" and "off": "mass", the exact part chosen as well as can be without a memory;
-    "bytes", the same with as many more pairs as the memory's bytes buy; "random", a router that
+    """Variants beside "linear" and "off": "mass", the exact part alone, chosen by attention received; "bytes",
+    chosen as well as can be without a memory, as many more as the memory's bytes buy; "random", a router that
     does not look. If layers have their own budgets: "off" is even, "recent" has the newest in those."""
     c, modes = model.linearize_config, model.controller.variants
     layer, mean = next(iter(linear_layers(model).values())), c.reach - c.window
     content = c.router != "recency"
-    blind = dict(merge="off", router="mass" if c.router in ASK_THE_MEMORY else c.router)
+    blind = dict(merge="off", router="value" if c.router in ASK_THE_MEMORY else c.router)
     if content:
-        modes |= {blind["router"]: blind, "random": dict(router="random")}
+        modes |= {"mass": dict(merge="off", router="mass"), "random": dict(router="random")}
     if layer.rule is not None:
         grow = "budget" if content else "window"
         changes = {}, blind, blind | {grow: 1000}, blind | {grow: 999}
@@ -188,7 +188,7 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
         log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
         gradients = iter(torch.autograd.grad(log_p.sum(), answers))
     router = model.linearize_config.router
-    blind, cost = dict(merge="off", router="mass" if router in ASK_THE_MEMORY else router), []
+    blind, cost = dict(merge="off", router="value" if router in ASK_THE_MEMORY else router), []
 
     def probe(module, teacher, student):
         g, answers = next(gradients), (student(module.linear.variant(**blind, budget=b)) for b in budgets)

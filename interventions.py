@@ -189,6 +189,7 @@ class Pool:
 
     position: Tensor
     received: Tensor  # attention probability the exact branch gave the token, fading by `half_life`
+    size: Tensor  # ||v||
     recall_error: Callable[[], Tensor]  # ||v - what the memory answers to k|| before the token is written
     budget: int
 
@@ -205,6 +206,12 @@ def route_by_mass(pool: Pool) -> Tensor:
     return pool.received
 
 
+@register(ROUTERS, "value")
+def route_by_value(pool: Pool) -> Tensor:
+    """Whose value would be missed: p ||v||, the part of the answers that the token has been."""
+    return pool.received * pool.size
+
+
 @register(ROUTERS, "error")
 def route_by_error(pool: Pool) -> Tensor:
     """Whom the memory could not reproduce: finds a needle that nobody has asked for yet. In 4,096 steps:
@@ -215,9 +222,9 @@ def route_by_error(pool: Pool) -> Tensor:
 
 @register(ROUTERS, "mix")
 def route_by_mix(pool: Pool) -> Tensor:
-    """Half the budget by recall error, the other half by mass."""
+    """Half the budget by recall error, the other half by value."""
     order = route_by_error(pool).argsort(dim=1, descending=True, stable=True)
-    return pool.received.scatter(1, order[:, : pool.budget // 2], torch.inf)
+    return route_by_value(pool).scatter(1, order[:, : pool.budget // 2], torch.inf)
 
 # ----------------------------------------------------------------------------- the layer
 
@@ -441,8 +448,9 @@ class LinearizedAttention(nn.Module):
 
         if pool.shape[1] <= budget:
             return pool, pool[:, :0]
-        known = take(bank["position"], pool), take(bank["received"], pool)
-        score = ROUTERS[self.config.router](Pool(*known, recall_error, budget))
+        position, received, value = (take(bank[name], pool) for name in ("position", "received", "v"))
+        size = value.float().norm(dim=-1)
+        score = ROUTERS[self.config.router](Pool(position, received, size, recall_error, budget))
         order = score.argsort(dim=1, descending=True, stable=True)
         return tuple(pool.gather(1, part).sort(1).values for part in order.tensor_split([budget], 1))
 

@@ -267,7 +267,9 @@ def slow_routed(layer, q, k, v, hidden, scale):
                     at = torch.tensor(pool)[None, :, None]
                     mass = torch.tensor([received[i] for i in pool], dtype=q.dtype)[None, :, None]
                     errors = torch.stack(error)[None, :, None].detach() if error else None
-                    score = ROUTERS[c.router](Pool(at, mass, lambda e=errors: e, c.budget))[0, :, 0]
+                    size = v[:, pool, head].float().norm(dim=-1)[..., None]  # float32, as the layer has it
+                    known = Pool(at, mass, size, lambda e=errors: e, c.budget)
+                    score = ROUTERS[c.router](known)[0, :, 0]
                     order = score.argsort(descending=True, stable=True).tolist()
                     routed[:] = sorted(pool[i] for i in order[: c.budget])
                     evicted.extend(sorted(pool[i] for i in order[c.budget :]))
