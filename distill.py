@@ -44,8 +44,7 @@ hf.utils.is_kernels_available()
 sys.modules["kernels"] = _ours
 
 EMBEDDED = Path(__file__).resolve().parent / "tests" / "teacher"
-NAME = "linear_memory"  # our attention's name inside transformers
-FORMAT = 2  # of the adapter folder
+NAME, FORMAT = "linear_memory", 2  # our attention's name inside transformers; version of the adapter folder
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOSSES: dict[str, Callable] = {}
 

@@ -7,7 +7,6 @@ if it beats "off" *and* "bytes" (arXiv 2608.28444 found the off row above publis
 
     python eval.py --adapter out --tasks ppl,layers,retrieval,mmlu,lambada       (tests/benchmarks.py)
     python eval.py --model M --tasks ablation --layers 0 5        which part does how much, as markdown
-    ... --router mass --budget 64 --rows teacher,linear           other exact pairs; some rows only
 """
 
 from __future__ import annotations
@@ -92,14 +91,9 @@ def read_texts(source: str) -> list[str]:
         raise UserError(f"cannot read {source}: {distill.brief(error)}") from None
 
 
-def read_text(sources: Sequence[str]) -> list[str]:
-    """One text a source; without sources the embedded one."""
-    return ["\n\n".join(read_texts(source)) for source in sources or ("",)]
-
-
 def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
     """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training."""
-    texts, held = read_text(train.data), read_text(train.eval_data) if train.eval_data else []
+    texts, held = (["\n\n".join(read_texts(x)) for x in xs] for xs in (train.data or ("",), train.eval_data))
     if not held:
         cuts = [len(text) * 9 // 10 for text in texts]
         texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
@@ -137,9 +131,9 @@ def at_budget(config: LinearizeConfig, mode: dict, budget: int) -> dict:
 
 
 def add_controls(model) -> None:
-    """Variants beside "linear" and "off": "mass", the exact part alone, chosen by attention received; "bytes",
-    chosen as well as can be without a memory, as many more as the memory's bytes buy; "random", a router that
-    does not look. If layers have their own budgets: "off" is even, "recent" has the newest in those."""
+    """Variants beside "linear" and "off": "mass", the exact part alone, chosen by attention received;
+    "bytes", chosen as well as without a memory can be, in its bytes; "random", with a memory and a router that does
+    not look. If layers have budgets of their own: "off" is even, "recent" the newest in those numbers."""
     c, modes = model.linearize_config, model.controller.variants
     layer, mean = next(iter(linear_layers(model).values())), c.reach - c.window
     content = c.router != "recency"

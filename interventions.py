@@ -6,8 +6,8 @@ What you will learn here: which tokens stay exact, where the others go, how the 
     3. fixed-budget routing  a fixed number of the others stays exact: the newest (a window) and `budget`
                              more that a router chooses, by recency or content (`ROUTERS`)
 `LinearizeConfig` says all of it, `LinearizedAttention` does it, a merge (`MERGES`) makes one answer of two.
-`State` is what a layer carries from one call to the next: generation in constant memory.
-Skip `exact_attention` (softmax over a band, in blocks) and `LinearizedAttention.routed` on a first reading.
+`State` is what a layer carries from one call to the next: generation in constant memory. Skip
+`LinearizedAttention.routed` on a first reading.
 
 Every token is at any time in exactly one place. With s sinks and the newest w exact, query t (from 0) sees
     (6)  exact:   tokens 0..s-1  and  t-w+1..t          softmax as the frozen model computes it
@@ -34,7 +34,7 @@ from kernels import linear_attention
 
 from linear_attn import (  # isort: skip
     FEATURES, RULES, attend, exact_attention, full_attention, option, query_moments, register,
-    running_moments, validate, working_dtype
+    running_moments, take, validate, working_dtype
 )
 
 MERGES: dict[str, type[nn.Module]] = {}
@@ -228,22 +228,12 @@ def route_by_mix(pool: Pool) -> Tensor:
 
 # ----------------------------------------------------------------------------- the layer
 
-def take(x_blg: Tensor, place_bpg: Tensor) -> Tensor:
-    """Each head's own tokens: those at `place` of x (B,L,G) or (B,L,G,...). x may have memories per query
-    head, several to a kv head: they take the same tokens."""
-    place = place_bpg.repeat_interleave(x_blg.shape[2] // place_bpg.shape[2], 2)
-    if x_blg.dim() == 4:
-        place = place[..., None].expand(*place.shape, x_blg.shape[-1])
-    return x_blg.gather(1, place)
-
-
 @dataclass
 class State:
     """What a layer carries of rows that have seen equally many tokens. Its size does not grow with them.
 
-    exact   tokens that stay exact, by name (B, L, ...): sinks, routed ones, window. Beside k and v what a
-            token needs later: its gates' code, k and v as the memory will see them (with convolutions),
-            position and attention received (for routers by content)
+    exact   tokens that stay exact, by name (B, L, ...): sinks, routed ones, window. Beside k and v what they
+            need later: gates' code, k and v as the memory will see them, position and attention received
     rest    by name (B, ...): the memory S, sums of the moments, the last tokens before a convolution
     """
 
@@ -449,8 +439,8 @@ class LinearizedAttention(nn.Module):
         if pool.shape[1] <= budget:
             return pool, pool[:, :0]
         position, received, value = (take(bank[name], pool) for name in ("position", "received", "v"))
-        size = value.float().norm(dim=-1)
-        score = ROUTERS[self.config.router](Pool(position, received, size, recall_error, budget))
+        known = Pool(position, received, value.float().norm(dim=-1), recall_error, budget)
+        score = ROUTERS[self.config.router](known)
         order = score.argsort(dim=1, descending=True, stable=True)
         return tuple(pool.gather(1, part).sort(1).values for part in order.tensor_split([budget], 1))
 
@@ -476,10 +466,9 @@ class LinearizedAttention(nn.Module):
 class Controller:
     """One per model, shared by its layers: what attention answers right now.
 
-    mode: a name in `variants`, which gives the changes of config: "linear" none, "off" the same number of
-    exact pairs and no memory; evaluation adds further controls. Or "probe": what the teacher answers, so that
-    every layer sees the teacher's inputs, and probe(module, teacher, student) is called: student(layer) is
-    what that layer, or a variant of the module's own, answers to the same inputs.
+    mode: a name in `variants`, the changes of config: "linear" none, "off" no memory, further controls from
+    eval. Or "probe": what the teacher answers, so that every layer sees the teacher's inputs, and
+    probe(module, teacher, student) is called: student(layer) is what a layer answers to the same inputs.
     """
 
     teacher_attention: str

@@ -45,7 +45,6 @@ The textbook's single sum of z dz - k dk subtracts terms of order one whose diff
 
 Precision: tiles are float32. 16-bit inputs use tf32 products (3 bits above bfloat16, no float16 overflow),
 float32 inputs full float32 unless torch.set_float32_matmul_precision allows tf32. Only the inputs are saved.
-Production kernels have bfloat16 operands, 16-token blocks for (8), scalar decays, tuned tiles.
 
 Hazards: `tl.trans` of a product that feeds a product was miscompiled on Hopper: use memory. Interpreted
 bfloat16 products are wrong and stores truncate: here both are float32, and PyTorch rounds. Unrolled loops and

@@ -149,6 +149,15 @@ def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, 
     return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
 
 
+def take(x_blg: Tensor, place_bpg: Tensor) -> Tensor:
+    """Each head's own tokens: those at `place` of x (B,L,G) or (B,L,G,...). x may have memories per query
+    head, several to a kv head: they take the same tokens."""
+    place = place_bpg.repeat_interleave(x_blg.shape[2] // place_bpg.shape[2], 2)
+    if x_blg.dim() == 4:
+        place = place[..., None].expand(*place.shape, x_blg.shape[-1])
+    return x_blg.gather(1, place)
+
+
 def empty_state(k_btgk: Tensor, v_btgv: Tensor) -> Tensor:
     """S_0 = 0, shape (B, G, K, V)."""
     B, _, G, K = k_btgk.shape

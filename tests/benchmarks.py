@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 
 import distill
 from distill import UserError, attention_modules, linear_layers, new_layer
-from eval import TASKS, Bench, mean_and_error, measure_text, paired, read_text, read_texts, state_bytes
+from eval import TASKS, Bench, mean_and_error, measure_text, paired, read_texts, state_bytes
 from interventions import LinearizeConfig
 from linear_attn import RULES, exact_attention, register
 
@@ -245,7 +245,8 @@ def facts_and_questions(kind: str, rng: random.Random) -> tuple[list[str], list[
 
 def retrieval_cases(bench: Bench, kind: str, count: int) -> Iterator[tuple[list[int], list[tuple[str, str]]]]:
     """(about --seq-len tokens, questions): the first fact at depths from 5 to 90 %, the others anywhere."""
-    text = FILLER * 10_000 if kind == "passkey" else " ".join(read_text(bench.train.eval_data))
+    texts = (text for source in bench.train.eval_data or ("",) for text in read_texts(source))
+    text = FILLER * 10_000 if kind == "passkey" else "\n\n".join(texts)
     hay = bench.encode(text[: 40 * bench.train.seq_len * (1 + count // 8)])
     for i in range(count):
         rng = random.Random(f"{bench.train.seed} {kind} {i}")

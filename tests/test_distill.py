@@ -432,7 +432,8 @@ def test_text_comes_from_txt_json_and_jsonl(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(rows))
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "a.txt").write_text("one\n\ntwo")
-    read = [evaluation.read_text([str(tmp_path / f"a.{end}")])[0] for end in ("json", "jsonl", "txt")]
+    every = (evaluation.read_texts(str(tmp_path / f"a.{end}")) for end in ("json", "jsonl", "txt"))
+    read = ["\n\n".join(texts) for texts in every]
     assert read == ["one\n\ntwo"] * 3
     for bad in ('{"a": 1}', '[{"a": 1}]', "[1]", "nothing"):
         (tmp_path / "b.json").write_text(bad)
