@@ -131,9 +131,9 @@ def at_budget(config: LinearizeConfig, mode: dict, budget: int) -> dict:
 
 
 def add_controls(model) -> None:
-    """Variants beside "linear" and "off": "mass", the exact part alone, chosen by attention received;
-    "bytes", chosen as well as without a memory can be, in its bytes; "random", with a memory and a router that does
-    not look. If layers have budgets of their own: "off" is even, "recent" the newest in those numbers."""
+    """Variants beside "linear" and "off": "mass", the exact part alone, by attention received;
+    "bytes", as well as can be without a memory, in its bytes; "random", the memory and a router that does not
+    look. If layers have budgets of their own: "off" is even, "recent" the newest in those numbers."""
     c, modes = model.linearize_config, model.controller.variants
     layer, mean = next(iter(linear_layers(model).values())), c.reach - c.window
     content = c.router != "recency"
