@@ -391,7 +391,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def distill_main(argv: list[str] | None = None) -> int:
-    return command_line(dict(train=train, generate=generate), distill_options, argv)
+    from scaling import plan
+    return command_line(dict(train=train, generate=generate, plan=plan), distill_options, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -99,6 +99,7 @@ def distill_options(parser: argparse.ArgumentParser) -> None:
     parser.description = distill.__doc__.splitlines()[0]
     parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--gpus", default="1x80", help="plan: devices x gigabytes of each [1x80]")
     parser.add_argument("--prompt", default="-", help="generate: text, or - for standard input [-]")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="generate: at most so many [200]")
     parser.add_argument("--temperature", type=float, default=0.0, help="generate: 0 is greedy [0]")

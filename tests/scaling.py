@@ -1,0 +1,79 @@
+"""`python distill.py plan`: what a model will take, from its config alone. Estimates; no weight is loaded.
+
+Bytes a token, a layer, in the terms of the code (L = exact pairs + block, 4 bytes a number unless said):
+    forward     6 D + 3 I               residual stream, norms, q, k, v; the three products of the MLP
+    branch      3 H L + 2 G L (K + V) / block + 14 H K
+                what a layer's own branch keeps for its backward pass: scores, their exponentials and
+                probabilities; gathered keys and values of a block; features, reads and what merges them
+Peak of training (weights in --dtype; new parameters in float32 with gradient and two moments: 16 bytes each)
+    layer       process + weights + 16 new + tokens (forward + 2 branch)        one layer, whatever the depth
+    ce, kl      process + weights + 16 new + tokens (layers (forward + branch) + 4 vocabulary)
+`--allocate` needs one backward pass through the teacher: tokens (layers forward + 4 vocabulary).
+With N devices (fully sharded by torchrun, or --device-map) the weights are spread, the rest is not.
+Qwen2.5-32B on one device, 1 x 4,096 tokens: 32.76 billion weights x 2 bytes = 65.5 GB, 56 million new
+parameters x 16 bytes = 0.9 GB, and for the layer loss 4,096 tokens x 1.13 MB = 4.6 GB: 71.4 GB in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from options import configs_from
+
+import distill
+from distill import UserError, head_shape, linearize, new_parameters
+from eval import state_bytes
+
+PROCESS = 350 * 2**20  # Python, torch and transformers on a CPU; measured, smollm2 and qwen
+
+
+def estimate(name: str, config, train, gpus: int = 1) -> dict[str, float]:
+    """Everything in bytes, but for the counts of parameters and `crossover`, in tokens."""
+    hf_config = config_of(name)
+    dtype = getattr(torch, "float32" if train.dtype == "auto" else train.dtype)
+    with torch.device("meta"):
+        model = distill.hf.AutoModelForCausalLM.from_config(hf_config, dtype=dtype).eval()
+        frozen = sum(p.numel() for p in model.parameters())
+        linearize(model, config, train.layers or None)
+    text, modules = model.config.get_text_config(), distill.attention_modules(model)
+    (H, G, K), D = head_shape(model, modules[0]), text.hidden_size
+    new, L = sum(p.numel() for p in new_parameters(model).values()), config.exact_pairs + config.block
+    wide = max(p.shape[0] for name, p in model.named_parameters() if "mlp" in name or "experts" in name)
+    forward = (6 * D + 3 * wide) * dtype.itemsize
+    branch = 4 * (3 * H * L + 2 * G * L * 2 * K / config.block + 14 * H * K)
+    tokens, fixed = train.batch * train.seq_len, PROCESS + frozen * dtype.itemsize / gpus + 16 * new
+    deep = len(modules) * (forward + branch) + 4 * 4 * text.vocab_size
+    size = state_bytes(model, 10**6)
+    return dict(
+        parameters=frozen, new=new, weights=frozen * dtype.itemsize, state=size["linear"],
+        layer=fixed + tokens * (forward + 2 * branch), end_to_end=fixed + tokens * deep,
+        crossover=size["linear"] / (size["teacher"] / 10**6),
+    )  # fmt: skip
+
+
+def config_of(name: str):
+    """The model's config: from a folder or config.json without a network, else from the hub."""
+    try:
+        return distill.hf.AutoConfig.from_pretrained(name or distill.EMBEDDED)
+    except Exception as error:
+        raise UserError(f"cannot read the config of {name!r}: {distill.brief(error)}") from None
+
+
+def plan(args: argparse.Namespace) -> None:
+    """`python distill.py plan --model M --gpus 4x80`."""
+    config, train = configs_from(args)
+    try:
+        count, each = (int(x) for x in args.gpus.lower().split("x"))
+    except ValueError:
+        raise UserError(f"--gpus wants NUMBERxGIGABYTES, as 1x80, got {args.gpus!r}") from None
+    x = estimate(train.model, config, train, count)
+    GB, name = 1e9, train.model or "embedded"
+    print(f"model       {name}: {x['parameters']:,} parameters, {x['weights'] / GB:.2f} GB")
+    print(f"new         {x['new']:,} parameters ({x['new'] / x['parameters']:.2%}), trained in float32")
+    for name, key in (("layer", "layer"), ("ce, kl", "end_to_end")):
+        fits = "fits" if x[key] < each * GB else "does not fit"
+        per = f"{x[key] / GB:.2f} GB a device at {train.batch} x {train.seq_len} tokens"
+        print(f"--loss {name:7s} {per}: {fits} {count} x {each} GB (estimate)")
+    less = f"less than the teacher's cache beyond {x['crossover']:,.0f} tokens"
+    print(f"generation  a state of {x['state'] / 1e6:.1f} MB a sequence, {less}")
