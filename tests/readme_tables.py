@@ -151,19 +151,18 @@ def seeds() -> str:
 
 def bytes() -> str:
     """The memory against its bytes in further pairs, over budgets and lengths."""
-    lines = ["| budget | T | pairs | KL | pairs of equal bytes | KL | memory saves nll | memory saves KL |"]
+    lines = ["| T | budget | pairs | KL | pairs of equal bytes | KL | memory saves nll | memory saves KL |"]
     lines.append("|---|---|---|---|---|---|---|---|")
-    for path in sorted(
-        RESULTS.glob("smollm2_bytes_*.json"), key=lambda p: [*map(int, p.stem.split("_")[2:])]
-    ):
-        result = load(path.stem)["ppl"]
-        rows, pairs = result["rows"], result["pairs"]
-        own, more = (
-            f"{pairs[r]:,} | {evaluation.mean_and_error(rows[r]['kl'])[0]:.3f}" for r in ("linear", "bytes")
-        )
-        saved = (evaluation.paired(rows, m, "linear", "bytes") for m in ("nll", "kl"))
-        text = " | ".join(f"{x:+.3f}" + ("" if math.isnan(e) else f" ± {e:.3f}") for x, e in saved)
-        lines.append(f"| {path.stem.split('_')[2]} | {result['seq_len']:,} | {own} | {more} | {text} |")
+    runs = [load(p.stem)["ppl"] for key in MODELS for p in RESULTS.glob(f"{key}_bytes_*.json")]
+    for run in sorted(runs, key=lambda run: run["seq_len"]):
+        rows, pairs = run["rows"], run["pairs"]
+        for budget in (name.partition("@")[2] for name in rows if name.startswith("linear@")):
+            both = f"linear@{budget}", f"bytes@{budget}"
+            kl = (evaluation.mean_and_error(rows[name]["kl"])[0] for name in both)
+            shown = " | ".join(f"{pairs[name]:,} | {x:.3f}" for name, x in zip(both, kl))
+            saved = (evaluation.paired(rows, m, *both) for m in ("nll", "kl"))
+            text = " | ".join(f"{x:+.3f} ± {e:.3f}" for x, e in saved)
+            lines.append(f"| {run['seq_len']:,} | {budget} | {shown} | {text} |")
     return "\n".join(lines)
 
 
@@ -299,6 +298,18 @@ def kernels() -> str:
     return "\n".join(lines)
 
 
+def memory() -> str:
+    """Peak memory of one training step, planned and measured."""
+    lines = ["| model | loss | tokens | planned | measured | ratio | seconds |", "|---" * 7 + "|"]
+    for path in sorted(RESULTS.glob("*_peak_*.json")):
+        x = load(path.stem)
+        planned, measured = (x[key] / 1e9 for key in ("planned", "measured"))
+        figures = f"{planned:.2f} GB | {measured:.2f} GB | {planned / measured:.2f} | {x['seconds']:.0f}"
+        tokens = f"{x['batch']} × {x['seq_len']:,}"
+        lines.append(f"| {MODELS[path.stem.split('_')[0]]} | {x['loss']} | {tokens} | {figures} |")
+    return "\n".join(lines)
+
+
 def lines() -> str:
     """Lines of each module."""
     counts = {p: len((ROOT / f"{p}.py").read_text().splitlines()) for p in ORDER}
@@ -308,7 +319,22 @@ def lines() -> str:
 
 
 ORDER = ("linear_attn", "kernels", "interventions", "distill", "eval")
-TABLES = (default, routing, against, retrieval, generation, splits, text, paired, rules, kernels, lines)
+TABLES = (
+    default,
+    routing,
+    against,
+    bytes,
+    layers,
+    retrieval,
+    generation,
+    splits,
+    text,
+    paired,
+    rules,
+    kernels,
+    memory,
+    lines,
+)
 
 
 def rewritten(readme: str) -> str:

@@ -1,5 +1,7 @@
 """`python distill.py plan`: what a model will take, from its config alone. Estimates; no weight is loaded.
 
+    python tests/scaling.py --model M --seq-len 1024 --batch 1 --json F     one step, planned and measured
+
 Bytes a token, a layer, in the terms of the code (L = exact pairs + block, 4 bytes a number unless said):
     forward     6 D + 3 I               residual stream, norms, q, k, v; the three products of the MLP
     branch      3 H L + 2 G L (K + V) / block + 14 H K
@@ -17,9 +19,17 @@ parameters x 16 bytes = 0.9 GB, and for the layer loss 4,096 tokens x 1.13 MB = 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch
-from options import configs_from
+from options import configs_from, parser_for
 
 import distill
 from distill import UserError, head_shape, linearize, new_parameters
@@ -77,3 +87,42 @@ def plan(args: argparse.Namespace) -> None:
         print(f"--loss {name:7s} {per}: {fits} {count} x {each} GB (estimate)")
     less = f"less than the teacher's cache beyond {x['crossover']:,.0f} tokens"
     print(f"generation  a state of {x['state'] / 1e6:.1f} MB a sequence, {less}")
+
+
+def peak(reset: bool = False) -> int:
+    """Bytes of the largest resident memory of this process since the last reset (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def measure(args: argparse.Namespace) -> None:
+    """The first training step, random tokens, after every weight was read (the fingerprint of a run does)."""
+    config, train = configs_from(args)
+    x = estimate(train.model, config, train)
+    model, _ = distill.load_teacher(train.model, train.dtype, "cpu")
+    distill.fingerprint(model)
+    linearize(model, config, train.layers or None)
+    optimizer = torch.optim.AdamW(new_parameters(model).values())
+    ids = torch.randint(0, 1000, (train.batch, train.seq_len), generator=torch.Generator().manual_seed(0))
+    peak(reset=True)
+    start = time.time()
+    distill.LOSSES[train.loss](model, ids)
+    optimizer.step()
+    planned = x["layer" if train.loss == "layer" else "end_to_end"]
+    result = dict(
+        planned=planned, measured=peak(), seconds=time.time() - start, threads=torch.get_num_threads()
+    )
+    result |= dict(
+        command="python tests/scaling.py " + " ".join(sys.argv[1:]), date=time.strftime("%Y-%m-%d")
+    )
+    result |= dict(machine=f"{os.cpu_count()} cores, {platform.machine()}", loss=train.loss)
+    result |= dict(batch=train.batch, seq_len=train.seq_len)
+    print(json.dumps(result))
+    distill.write_atomically(Path(args.json), lambda p: p.write_text(json.dumps(result) + "\n"))
+
+
+if __name__ == "__main__":
+    json_too = lambda parser: parser.add_argument("--json", required=True)  # noqa: E731
+    measure(parser_for(dict(measure=measure), json_too).parse_args())
