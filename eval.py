@@ -141,8 +141,8 @@ def add_controls(model) -> None:
     if content:
         modes |= {"mass": dict(merge="off", router="mass"), "random": dict(router="random")}
     if layer.rule is not None:
-        grow = "budget" if content else "window"
-        changes = {}, blind, blind | {grow: 1000}, blind | {grow: 999}
+        grow, at = "budget" if content else "window", dict(budget=mean)  # a token's gates wait in its layer
+        changes = at, at | blind, at | blind | {grow: 1000}, at | blind | {grow: 999}
         own, less, big, small = (layer_bytes(layer.variant(**x), 10**6, model.dtype) for x in changes)
         more = math.ceil((own - less) / (big - small))
         wider = blind | dict(window=c.window + more)

@@ -321,6 +321,7 @@ def lines() -> str:
 ORDER = ("linear_attn", "kernels", "interventions", "distill", "eval")
 TABLES = (
     default,
+    seeds,
     routing,
     against,
     bytes,

@@ -455,7 +455,7 @@ def test_an_allocated_adapter_keeps_its_shares_and_other_budgets_their_proportio
     to = trained[0] / "double.json"
     run = ["--adapter", str(trained[0] / "out"), "--seq-len", "256", "--eval-tokens", "256"]
     run += ["--json", str(to)]
-    assert evaluation.main([*run, "--budget", "32"]) == 0
+    assert evaluation.main([*run, "--budget", "32", "--rows", "linear,off,bytes"]) == 0
     result = json.loads(to.read_text())
     assert result["linearize"]["budgets"] == [2 * x for x in about["budgets"]]
     assert result["ppl"]["pairs"]["linear"] == result["ppl"]["pairs"]["off"] == 68
@@ -471,7 +471,7 @@ def test_a_wrong_number_of_budgets_is_refused_in_one_line():
         LinearizeConfig(budgets=(2, -1))
 
 
-@pytest.mark.parametrize("budgets", [(), (4, 12)])
+@pytest.mark.parametrize("budgets", [(), (4, 12), (0, 16)])
 def test_a_row_at_another_budget_has_that_many_pairs_and_bytes_its_lead(budgets):
     config = LinearizeConfig(router="mix", window=8, budget=8, block=4, budgets=budgets)
     model = linearize(tiny_model(), config)
@@ -482,7 +482,8 @@ def test_a_row_at_another_budget_has_that_many_pairs_and_bytes_its_lead(budgets)
         changed = config.changed(**evaluation.at_budget(config, modes[name], 16))
         want = 28 + (lead if name == "bytes" else 0)
         assert want <= changed.exact_pairs <= want + bool(budgets), name  # a share is rounded up
-    assert lead > 4
+    size = evaluation.state_bytes(model, 200)
+    assert lead > 4 and size["bytes"] >= size["linear"]
 
 
 # ----------------------------------------------------------------------------- plugins
