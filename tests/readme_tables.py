@@ -88,7 +88,7 @@ NAMES = {
     "mass": "memory off, half of the pairs chosen by mass",
     "random": "memory, half of the pairs at random",
     "linear": "**memory, half chosen by mix (`best`)**",
-    "bytes": "memory off, its bytes spent on pairs chosen by mass",
+    "bytes": "memory off, its bytes spent on further pairs, chosen by value",
 }
 
 
