@@ -141,10 +141,11 @@ def add_controls(model) -> None:
     if content:
         modes |= {"mass": dict(merge="off", router="mass"), "random": dict(router="random")}
     if layer.rule is not None:
-        grow, at = "budget" if content else "window", dict(budget=mean)  # a token's gates wait in its layer
-        changes = at, at | blind, at | blind | {grow: 1000}, at | blind | {grow: 999}
-        own, less, big, small = (layer_bytes(layer.variant(**x), 10**6, model.dtype) for x in changes)
-        more = math.ceil((own - less) / (big - small))
+        at = dict(budget=mean)  # not the first layer's: tokens wait with their gates, and more tokens cost more
+        one = dict(budget=mean + 1) if content else dict(window=c.window + 1)
+        changes = at, at | blind, at | blind | one
+        own, less, plus_one = (layer_bytes(layer.variant(**x), 10**6, model.dtype) for x in changes)
+        more = math.ceil((own - less) / (plus_one - less))
         wider = blind | dict(window=c.window + more)
         modes["bytes"] = at_budget(c, blind, mean + more) if content else wider
     modes |= dict(off=OFF | dict(budget=mean, budgets=()), recent=dict(OFF)) if c.budgets else {}
