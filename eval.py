@@ -141,7 +141,7 @@ def add_controls(model) -> None:
     if content:
         modes |= {"mass": dict(merge="off", router="mass"), "random": dict(router="random")}
     if layer.rule is not None:
-        at = dict(budget=mean)  # not the first layer's: tokens wait with their gates, and more tokens cost more
+        at = dict(budget=mean)  # not the first layer's: tokens wait with their gates, at a cost
         one = dict(budget=mean + 1) if content else dict(window=c.window + 1)
         changes = at, at | blind, at | blind | one
         own, less, plus_one = (layer_bytes(layer.variant(**x), 10**6, model.dtype) for x in changes)
