@@ -314,8 +314,8 @@ def train(args: argparse.Namespace) -> None:
         distill.load_linearized(model, args.adapter)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
-    if train.allocate and config.budget and not model.linearize_config.budgets:
-        allocate_budgets(model, tokens, train)
+        if train.allocate and config.budget and not config.budgets:
+            allocate_budgets(model, tokens, train)
     pairs = model.linearize_config.exact_pairs
     if train.seq_len <= pairs:
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
