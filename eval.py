@@ -316,12 +316,12 @@ def train(args: argparse.Namespace) -> None:
         distill.linearize(model, config, train.layers or None, train.seed)
         if train.allocate and config.budget and not config.budgets:
             allocate_budgets(model, tokens, train)
-    pairs = model.linearize_config.exact_pairs
-    if train.seq_len <= pairs:
+    if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
     new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
+    budgets = " ".join(str(layer.config.budget) for layer in layers.values())
     print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
-    print(f"linearized  {len(layers)} layers with {new:,} new parameters ({new / frozen:.2%})")
+    print(f"linearized  {len(layers)} layers with {new:,} new parameters ({new / frozen:.2%}); budgets {budgets}")
     print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
     if train.steps and new:
         distill.train_adapters(model, tokens, train, out, args.resume)
