@@ -321,7 +321,7 @@ def train(args: argparse.Namespace) -> None:
     new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
     budgets = " ".join(str(layer.config.budget) for layer in layers.values())
     print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
-    print(f"linearized  {len(layers)} layers with {new:,} new parameters ({new / frozen:.2%}); budgets {budgets}")
+    print(f"linearized  {len(layers)} layers, {new:,} new parameters ({new / frozen:.2%}), budgets {budgets}")
     print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
     if train.steps and new:
         distill.train_adapters(model, tokens, train, out, args.resume)
