@@ -151,7 +151,7 @@ def seeds() -> str:
 
 def bytes() -> str:
     """The memory against its bytes in further pairs, over budgets and lengths."""
-    lines = ["| T | budget | pairs | KL | pairs of equal bytes | KL | memory saves nll | memory saves KL |"]
+    lines = ["| T | budget | pairs, MB | KL | pairs instead, MB | KL | memory saves nll | memory saves KL |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     runs = [load(p.stem)["ppl"] for key in MODELS for p in RESULTS.glob(f"{key}_bytes_*.json")]
     for run in sorted(runs, key=lambda run: run["seq_len"]):
@@ -159,7 +159,8 @@ def bytes() -> str:
         for budget in (name.partition("@")[2] for name in rows if name.startswith("linear@")):
             both = f"linear@{budget}", f"bytes@{budget}"
             kl = (evaluation.mean_and_error(rows[name]["kl"])[0] for name in both)
-            shown = " | ".join(f"{pairs[name]:,} | {x:.3f}" for name, x in zip(both, kl))
+            size = (run["bytes"][name] / 1e6 for name in both)
+            shown = " | ".join(f"{pairs[n]:,}, {mb:.1f} | {x:.3f}" for n, mb, x in zip(both, size, kl))
             saved = (evaluation.paired(rows, m, *both) for m in ("nll", "kl"))
             text = " | ".join(f"{x:+.3f} ± {e:.3f}" for x, e in saved)
             lines.append(f"| {run['seq_len']:,} | {budget} | {shown} | {text} |")
