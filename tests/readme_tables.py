@@ -246,7 +246,8 @@ def retrieval() -> str:
         for row, kinds in result["retrieval"]["rows"].items():
             changed = config.changed(**result["variants"].get(row, {}))
             pairs = "all" if row == "teacher" else changed.exact_pairs
-            name = "teacher" if row == "teacher" else f"{row} ({changed.router})"
+            even = ", even" if len(set(config.budgets)) == 1 else ""
+            name = "teacher" if row == "teacher" else f"{row} ({changed.router}{even})"
             for kind, how in kinds.items():
                 found = f"{sum(how['greedy']):.0f} of {len(how['greedy'])}"
                 length = result["retrieval"]["seq_len"]
