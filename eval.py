@@ -3,7 +3,8 @@
 What you will learn here: every figure stands beside its controls. "teacher" is the same frozen model with its
 own attention; "off" has as many exact pairs, the newest, and no memory; "bytes" spends the memory's bytes on
 further exact pairs; "random" has the memory and a router that does not look. A design counts as better only
-if it beats "off" *and* "bytes" (arXiv 2608.28444 found the off row above published linearizations).
+if it beats "off" *and* "bytes" (arXiv 2608.28444 found the off row above published linearizations). And how
+to find out which layers need their exact pairs before anything is trained: `measure_budgets`.
 
     python eval.py --adapter out --tasks ppl,layers,retrieval,mmlu,lambada       (tests/benchmarks.py)
     python eval.py --model M --tasks ablation --layers 0 5        which part does how much, as markdown
@@ -171,8 +172,7 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
     the Fisher information, and g the gradient of log p(y) to that answer for labels y that the teacher draws.
     Between tokens F is taken as block-diagonal:
         (10)  KL ~ 1/2 sum_t (g_t . d_t)^2
-    One backward pass through the teacher gives every layer's g, one probe every d: the exact part alone, with
-    the router that needs no memory. Only the order of magnitude is meant to be right.
+    One backward pass through the teacher gives every layer's g, one probe every d, of the exact part alone.
     """
     answers: list[Tensor] = []
     embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
