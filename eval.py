@@ -138,7 +138,7 @@ def add_controls(model) -> None:
     c, modes = model.linearize_config, model.controller.variants
     layer, mean = next(iter(linear_layers(model).values())), c.reach - c.window
     content = c.router != "recency"
-    blind = dict(merge="off", router="value" if c.router in ASK_THE_MEMORY else c.router)
+    blind = dict(merge="off", router=ASK_THE_MEMORY.get(c.router, c.router))
     if content:
         modes |= {"mass": dict(merge="off", router="mass"), "random": dict(router="random")}
     if layer.rule is not None:
@@ -183,7 +183,7 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
         log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
         gradients = iter(torch.autograd.grad(log_p.sum(), answers))
     router = model.linearize_config.router
-    blind, cost = dict(merge="off", router="value" if router in ASK_THE_MEMORY else router), []
+    blind, cost = dict(merge="off", router=ASK_THE_MEMORY.get(router, router)), []
 
     def probe(module, teacher, student):
         g, answers = next(gradients), (student(module.linear.variant(**blind, budget=b)) for b in budgets)

@@ -39,7 +39,7 @@ from linear_attn import (  # isort: skip
 
 MERGES: dict[str, type[nn.Module]] = {}
 ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
-ASK_THE_MEMORY = ("error", "mix")  # routers that need one
+ASK_THE_MEMORY = dict(error="value", mix="value")  # routers that need one: the nearest that does not
 SUMS = ("origin", "total", "square")  # of the moments, in a state
 OFF = dict(merge="off", router="recency")  # the control of a memory: the same pairs without it
 

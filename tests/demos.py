@@ -26,18 +26,16 @@ def linear_attn_demo() -> None:
         print(f"  {name:10s}  A = {a @ S[0, 0, :, 0]:5.2f}   B = {b @ S[0, 0, :, 0]:5.2f}")
 
 
-FILLER = "The sky is wide and the sea is deep. Birds pass over the hills. One day follows another. "
-SENTENCE = "The pass key is 48213. Remember it. " + 2 * FILLER
-
-
 def interventions_demo() -> None:
     """Which tokens stay exact: the tiny teacher reads a text, and every router shows what it kept."""
     import distill
-    import eval as evaluation  # noqa: F401  (registers the router "random")
+    import eval as evaluation  # noqa: F401  (registers the router "random", and knows where benchmarks is)
     from interventions import ROUTERS, LinearizeConfig
+    from tests.benchmarks import FILLER
 
     model, tokenizer = distill.load_teacher()
-    ids = tokenizer(SENTENCE, add_special_tokens=False)["input_ids"]
+    text = "The pass key is 48213. Remember it. " + 2 * FILLER
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     print(f"{len(ids)} tokens; [exact] are 2 sinks, the newest 16 and 16 more, the rest is in the memory")
     for router in ROUTERS:
         config = LinearizeConfig(router=router, sinks=2, window=16, budget=16, block=8)

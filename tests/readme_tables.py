@@ -10,6 +10,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +27,13 @@ MODELS = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B"}
 
 def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def runs(kind: str) -> Iterator[tuple[str, dict]]:
+    """(name of the model, run) of every result file of this kind, a pattern, that exists."""
+    for key, model in MODELS.items():
+        for path in sorted(RESULTS.glob(f"{key}_{kind}.json")):
+            yield model, load(path.stem)
 
 
 def default() -> str:
@@ -96,37 +104,30 @@ def routing() -> str:
     """Every measured length of both models: rows with their controls, the part of the gap to "off" closed."""
     lines = ["| model, T | row | exact pairs | bytes/sequence | perplexity | KL to teacher | KL gap closed |"]
     lines.append("|---|---|---|---|---|---|---|")
-    for key, model in MODELS.items():
-        for length in (1024, 2048):
-            path = RESULTS / f"{key}_mix_{length}.json"
-            if not path.exists():
-                continue
-            result = load(path.stem)["ppl"]
-            rows, off = result["rows"], evaluation.mean_and_error(result["rows"]["off"]["kl"])[0]
-            for row in (name for name in NAMES if name in rows):
-                nll, _ = evaluation.mean_and_error(rows[row]["nll"])
-                kl, error = evaluation.mean_and_error(rows[row]["kl"])
-                shown = "0" if row == "teacher" else f"{kl:.3f} ± {error:.3f}"
-                size = f"{result['pairs'][row]:,} | {result['bytes'][row]:,}"
-                figures = f"{size} | {math.exp(nll):.2f} | {shown}"
-                closed = "–" if row in ("teacher", "off") else f"{1 - kl / off:.0%}"
-                lines.append(f"| {model}, {length:,} | {NAMES[row]} | {figures} | {closed} |")
+    for model, run in runs("mix_????"):
+        result = run["ppl"]
+        rows, off = result["rows"], evaluation.mean_and_error(result["rows"]["off"]["kl"])[0]
+        for row in (name for name in NAMES if name in rows):
+            nll, _ = evaluation.mean_and_error(rows[row]["nll"])
+            kl, error = evaluation.mean_and_error(rows[row]["kl"])
+            shown = "0" if row == "teacher" else f"{kl:.3f} ± {error:.3f}"
+            size = f"{result['pairs'][row]:,} | {result['bytes'][row]:,}"
+            figures = f"{size} | {math.exp(nll):.2f} | {shown}"
+            closed = "–" if row in ("teacher", "off") else f"{1 - kl / off:.0%}"
+            lines.append(f"| {model}, {result['seq_len']:,} | {NAMES[row]} | {figures} | {closed} |")
     return "\n".join(lines)
 
 
 def against() -> str:
     """What "best" saves on each control, sequence by sequence."""
     lines = []
-    for key, model in MODELS.items():
-        for length in (1024, 2048):
-            path = RESULTS / f"{key}_mix_{length}.json"
-            if path.exists():
-                rows = load(path.stem)["ppl"]["rows"]
-                count = len(rows["off"]["nll"])
-                for control in (name for name in ("off", "mass", "random", "bytes") if name in rows):
-                    pairs = (evaluation.paired(rows, m, "linear", control) for m in ("nll", "kl"))
-                    text = ", ".join(f"{m} {x:+.3f} ± {e:.3f}" for m, (x, e) in zip(("nll", "KL"), pairs))
-                    lines.append(f"- {model}, T = {length:,}, saved on {control}: {text} ({count} sequences)")
+    for model, run in runs("mix_????"):
+        rows, length = run["ppl"]["rows"], run["ppl"]["seq_len"]
+        count = len(rows["off"]["nll"])
+        for control in (name for name in ("off", "mass", "random", "bytes") if name in rows):
+            pairs = (evaluation.paired(rows, m, "linear", control) for m in ("nll", "kl"))
+            text = ", ".join(f"{m} {x:+.3f} ± {e:.3f}" for m, (x, e) in zip(("nll", "KL"), pairs))
+            lines.append(f"- {model}, T = {length:,}, saved on {control}: {text} ({count} sequences)")
     return "\n".join(lines)
 
 
@@ -134,18 +135,15 @@ def seeds() -> str:
     """The headline row of every seed: what is closed of the gap between "off" and the teacher."""
     lines = ["| model | T | seed | sequences | perplexity gap closed | KL gap closed |"]
     lines.append("|---|---|---|---|---|---|")
-    for key, model in MODELS.items():
-        for path in sorted(RESULTS.glob(f"{key}_mix_*.json")):
-            run = load(path.stem)
-            rows = run["ppl"]["rows"]
-            closed = []
-            for metric, size in (("nll", math.exp), ("kl", float)):
-                teacher, off, on = (
-                    size(evaluation.mean_and_error(rows[r][metric])[0]) for r in ("teacher", "off", "linear")
-                )
-                closed.append(f"{(off - on) / (off - teacher):.0%}")
-            seed, count = run["train"]["seed"] % 10, len(rows["off"]["kl"])
-            lines.append(f"| {model} | {run['ppl']['seq_len']:,} | {seed} | {count} | {' | '.join(closed)} |")
+    for model, run in runs("mix_*"):
+        rows, closed = run["ppl"]["rows"], []
+        for metric, size in (("nll", math.exp), ("kl", float)):
+            teacher, off, on = (
+                size(evaluation.mean_and_error(rows[r][metric])[0]) for r in ("teacher", "off", "linear")
+            )
+            closed.append(f"{(off - on) / (off - teacher):.0%}")
+        seed, count = run["train"]["seed"] % 10, len(rows["off"]["kl"])
+        lines.append(f"| {model} | {run['ppl']['seq_len']:,} | {seed} | {count} | {' | '.join(closed)} |")
     return "\n".join(lines)
 
 
@@ -153,8 +151,7 @@ def bytes() -> str:
     """The memory against its bytes in further pairs, over budgets and lengths."""
     lines = ["| T | budget | pairs, MB | KL | pairs instead, MB | KL | memory saves nll | memory saves KL |"]
     lines.append("|---|---|---|---|---|---|---|---|")
-    runs = [load(p.stem)["ppl"] for key in MODELS for p in RESULTS.glob(f"{key}_bytes_*.json")]
-    for run in sorted(runs, key=lambda run: run["seq_len"]):
+    for run in sorted((run["ppl"] for _, run in runs("bytes_*")), key=lambda run: run["seq_len"]):
         rows, pairs = run["rows"], run["pairs"]
         for budget in (name.partition("@")[2] for name in rows if name.startswith("linear@")):
             both = f"linear@{budget}", f"bytes@{budget}"
@@ -171,13 +168,10 @@ def layers() -> str:
     """Rank correlation of a layer's error, as the memory leaves it, with what might predict it."""
     lines = ["| model | layers | mass beyond the exact pairs | key concentration | residual |"]
     lines.append("|---|---|---|---|---|")
-    for key, model in MODELS.items():
-        if (RESULTS / f"{key}_layers.json").exists():
-            result = load(f"{key}_layers")["layers"]
-            figures = " | ".join(
-                f"{result['correlation'][n]:+.2f}" for n in ("mass", "concentration", "residual")
-            )
-            lines.append(f"| {model} | {len(result['layer'])} | {figures} |")
+    for model, run in runs("layers"):
+        layer, correlation = run["layers"]["layer"], run["layers"]["correlation"]
+        figures = " | ".join(f"{correlation[n]:+.2f}" for n in ("mass", "concentration", "residual"))
+        lines.append(f"| {model} | {len(layer)} | {figures} |")
     return "\n".join(lines)
 
 

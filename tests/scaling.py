@@ -89,16 +89,10 @@ def plan(args: argparse.Namespace) -> None:
     print(f"generation  a state of {x['state'] / 1e6:.1f} MB a sequence, {less}")
 
 
-def peak(reset: bool = False) -> int:
-    """Bytes of the largest resident memory of this process since the last reset (Linux)."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 def measure(args: argparse.Namespace) -> None:
     """The first training step, random tokens, after every weight was read (the fingerprint of a run does)."""
+    from benchmarks import peak_memory  # not needed to plan
+
     config, train = configs_from(args)
     x = estimate(train.model, config, train)
     model, _ = distill.load_teacher(train.model, train.dtype, "cpu")
@@ -106,13 +100,16 @@ def measure(args: argparse.Namespace) -> None:
     linearize(model, config, train.layers or None)
     optimizer = torch.optim.AdamW(new_parameters(model).values())
     ids = torch.randint(0, 1000, (train.batch, train.seq_len), generator=torch.Generator().manual_seed(0))
-    peak(reset=True)
+    peak_memory(model.device, reset=True)
     start = time.time()
     distill.LOSSES[train.loss](model, ids)
     optimizer.step()
     planned = x["layer" if train.loss == "layer" else "end_to_end"]
     result = dict(
-        planned=planned, measured=peak(), seconds=time.time() - start, threads=torch.get_num_threads()
+        planned=planned,
+        measured=peak_memory(model.device),
+        seconds=time.time() - start,
+        threads=torch.get_num_threads(),
     )
     result |= dict(
         command="python tests/scaling.py " + " ".join(sys.argv[1:]), date=time.strftime("%Y-%m-%d")

@@ -1,6 +1,9 @@
 """interventions.py: what is exact, what is in the memory, and what both make of it together."""
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -555,3 +558,10 @@ def test_the_configuration_is_frozen_and_survives_json():
     assert LinearizeConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.sinks = 1
+
+
+def test_the_demonstration_shows_what_every_router_keeps():
+    script = Path(la.__file__).with_name("interventions.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert all(f"\n{router}\n[The" in done.stdout for router in ("recency", "mass", "value", "error", "mix"))
