@@ -15,22 +15,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
-import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open  # noqa: F401  (the first is for eval)
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parent / "tests"))
+from files import UserError, brief, digest, read_checked, team, write_atomically, write_checked
 
 from interventions import Controller, LinearizeConfig, LinearizedAttention, attention_forward
 from linear_attn import option, register, validate
@@ -44,18 +45,9 @@ hf.utils.is_kernels_available()
 sys.modules["kernels"] = _ours
 
 EMBEDDED = Path(__file__).resolve().parent / "tests" / "teacher"
-NAME, FORMAT = "linear_memory", 2  # our attention's name inside transformers; version of the adapter folder
+NAME = "linear_memory"  # our attention's name inside transformers
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 LOSSES: dict[str, Callable] = {}
-
-
-def brief(error: Exception) -> str:
-    """A foreign error's text on one line of bearable length."""
-    return " ".join(str(error).split())[:160]
-
-
-class UserError(ValueError):
-    """Something the user can mend: shown as one line, without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +72,7 @@ class TrainConfig:
     layers: tuple = option((), "layers to linearize, as 0 3 7 (default: all)", item=int)
     dtype: str = option("auto", "of the backbone; auto: bfloat16 on CUDA, else float32", DTYPES)
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda if there is one")
+    device_map: str = option("", "auto spreads the backbone over devices, main memory and disk (accelerate)")
     save_every: int = option(20, "steps between saves", low=1)
 
     def __post_init__(self):
@@ -96,17 +89,24 @@ PRESETS = {
 
 # ----------------------------------------------------------------------------- 1. the teacher
 
-def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto"):
-    """(frozen model, tokenizer) from a hub id, a folder or a .gguf file; "" is the embedded teacher."""
+def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto", device_map: str = ""):
+    """(frozen model, tokenizer) from a hub id, a folder or a .gguf file; "" is the embedded teacher.
+
+    device_map: "" for one device; "auto", or JSON as {"model.layers.0": "cpu", ..., "": "disk"}, lets
+    accelerate place the modules. The swap comes after loading, so it need not know of it."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     dtype = ("bfloat16" if device.startswith("cuda") else "float32") if dtype == "auto" else dtype
     path = Path(name or EMBEDDED)
-    source, kw = str(path) if path.exists() else name, {}
+    source, kw, place = str(path) if path.exists() else name, {}, {}
     if path.suffix == ".gguf":
         source, kw = str(path.parent), dict(gguf_file=path.name)
     try:
-        tokenizer = hf.AutoTokenizer.from_pretrained(source, **kw)
-        model = hf.AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), **kw).to(device)
+        if device_map:
+            where = json.loads(device_map) if device_map.startswith("{") else device_map
+            place = dict(device_map=where, offload_folder=tempfile.mkdtemp())
+        tokenizer, load = hf.AutoTokenizer.from_pretrained(source, **kw), hf.AutoModelForCausalLM
+        model = load.from_pretrained(source, dtype=getattr(torch, dtype), **kw, **place)
+        model = model if device_map or team()[1] > 1 else model.to(device)  # torchrun: spread later
     except Exception as error:  # a dozen classes: network, JSON parser, no such device, no gguf package, ...
         raise UserError(f"cannot load model {source!r} on {device}: {brief(error)}") from None
     if kw:
@@ -237,7 +237,10 @@ def new_layer(model: hf.PreTrainedModel, module: nn.Module, config: LinearizeCon
     """A layer for this attention module, on its device, with float32 parameters."""
     heads, kv_heads, dim = head_shape(model, module)
     width = model.config.get_text_config().hidden_size
-    layer = LinearizedAttention(config, width, heads, kv_heads, dim, dim).to(next(module.parameters()).device)
+    hook = getattr(output_projection(module), "_hf_hook", None)  # accelerate's: it may run elsewhere
+    device = getattr(hook, "execution_device", None)
+    device = next(module.parameters()).device if device is None else device
+    layer = LinearizedAttention(config, width, heads, kv_heads, dim, dim).to(device)
     layer.controller = model.controller
     return layer
 
@@ -267,6 +270,7 @@ def linearize(
         raise UserError(f"{len(config.budgets)} budgets for {len(chosen)} linearized layers")
     model.requires_grad_(False)
     model.controller, model.linearize_config = Controller(model.config._attn_implementation), config
+    model.some_weights = some_weights(model)  # now, while they are whole
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for n, m in enumerate(modules[i] for i in sorted(chosen)):
@@ -286,7 +290,7 @@ def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
         if isinstance(getattr(module, "linear", None), LinearizedAttention):
             del module.linear
-    del model.controller, model.linearize_config
+    del model.controller, model.linearize_config, model.some_weights
     return model
 
 
@@ -307,26 +311,30 @@ def as_teacher(model: hf.PreTrainedModel):
         model.set_attn_implementation(NAME)
 
 
-def digest(tensors: dict[str, Tensor], about: str = "") -> str:
-    """SHA-256 over names, dtypes, shapes and every bit: a flipped one is found."""
-    sha = hashlib.sha256(about.encode())
-    for name, x in sorted(tensors.items()):
-        sha.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        sha.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    return sha.hexdigest()
-
-
 def fingerprint(model: hf.PreTrainedModel) -> str:
     """Digest of the backbone: it changes if anything was not frozen."""
     return digest({name: x for name, x in model.state_dict().items() if ".linear." not in name})
 
+
+def some_weights(model: hf.PreTrainedModel) -> list[float]:
+    """One weight of every backbone tensor: tells models apart, whatever the dtype they were loaded in.
+    What accelerate left on disk is unknown."""
+    named = [p for name, p in sorted(model.named_parameters()) if ".linear." not in name]
+    at = [i * 7919 % p.numel() for i, p in enumerate(named)]
+    return [math.nan if p.is_meta else p.flatten()[i].item() for p, i in zip(named, at)]
+
 # ----------------------------------------------------------------------------- 3. losses
 
 def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tensor:
-    """|W_o (student - teacher)|^2 / |W_o teacher|^2, the error of the layer's output; its bias cancels."""
-    W = output_projection(module).weight
-    error, size = (F.linear(x.flatten(2), W) for x in (student - teacher, teacher))
-    return error.float().square().sum() / size.float().square().sum()
+    """|W_o (student - teacher)|^2 / |W_o teacher|^2, the error of the layer's output, a mean over sequences.
+
+    W_o is applied by its own module, wherever its weight is (in parts, on disk); a bias is taken off again:
+    the difference is formed before the product, because 16 bits would lose a small one after it."""
+    W_o, zero = output_projection(module), 0.0
+    if W_o.bias is not None:
+        zero = W_o(torch.zeros_like(teacher[:1, :1].flatten(2)))
+    error, size = (W_o(x.flatten(2)) - zero for x in (student - teacher, teacher))
+    return (error.float().square().sum((1, 2)) / size.float().square().sum((1, 2))).mean()
 
 
 def probe_layers(model: hf.PreTrainedModel, ids: Tensor, probe: Callable) -> None:
@@ -388,15 +396,32 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     return train.lr * (train.floor + (1 - train.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+def mean_over_processes(loss: float, params: list[nn.Parameter]) -> float:
+    """Gradients, in place, and the loss, as the mean over the processes of torchrun; alone: as they are."""
+    if (processes := team()[1]) == 1:
+        return loss
+    mean = params[0].new_tensor(loss)
+    for x in (mean, *(p.grad for p in params if p.grad is not None)):
+        dist.all_reduce(x)
+        x /= processes
+    return mean.item()
+
+
 def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume: bool = False) -> list[dict]:
-    """AdamW, no weight decay, on the new parameters; saved every `save_every` steps and at Ctrl-C."""
+    """AdamW, no weight decay, on the new parameters; saved every `save_every` steps and at Ctrl-C.
+
+    Under torchrun every process takes its part of each step's sequences and gradients are averaged: all
+    processes keep equal parameters, those of one process with the same batch, to rounding.
+    """
     params = list(new_parameters(model).values())
     optimizer = torch.optim.AdamW(params, lr=train.lr, betas=(0.9, train.beta2), weight_decay=0.0)
     records = load_progress(model, optimizer, train, out) if resume else []
     # The layer loss is as many problems as there are layers: one's large gradient must not clip another's.
     layers = [list(layer.parameters()) for layer in linear_layers(model).values()]
     clip_groups = layers if train.loss == "layer" else [params]
-    first, start, whole = len(records), time.time(), True
+    (rank, processes), first, start, whole = team(), len(records), time.time(), True
+    if train.batch % processes:
+        raise UserError(f"--batch {train.batch} does not split evenly among {processes} processes")
     bar = tqdm(batches(tokens, train, first), total=train.steps, initial=first, desc=train.loss, disable=None)
     try:
         for step, ids in enumerate(bar, first):
@@ -404,7 +429,8 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
                 group["lr"] = lr = learning_rate(step, train)
             optimizer.zero_grad()
             try:
-                loss = LOSSES[train.loss](model, ids.to(params[0].device))
+                loss = LOSSES[train.loss](model, ids[rank::processes].to(params[0].device))
+                loss = mean_over_processes(loss, params)
                 norms = [nn.utils.clip_grad_norm_(group, train.clip) for group in clip_groups]
                 if not all(map(math.isfinite, (loss, *norms))):
                     raise UserError(f"the loss is {loss}, a gradient not finite")
@@ -428,43 +454,6 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
 
 # ----------------------------------------------------------------------------- files: adapters and progress
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Write under a temporary name, then rename: a reader sees the old file or the new one, never a half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    os.replace(temporary, path)
-
-
-def some_weights(model: hf.PreTrainedModel) -> list[float]:
-    """One weight of every backbone tensor: tells models apart, whatever the dtype they were loaded in."""
-    named = [x for x in sorted(model.named_parameters()) if ".linear." not in x[0] and not x[1].is_meta]
-    return [p.flatten()[i * 7919 % p.numel()].item() for i, (_, p) in enumerate(named)]
-
-
-def write_checked(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
-    """A safetensors file with all that is to be said about it as JSON, and a checksum over both."""
-    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
-    meta = dict(about=json.dumps(about | dict(format=FORMAT)))
-    meta["sha256"] = digest(tensors, meta["about"])
-    write_atomically(path, lambda p: save_file(tensors, p, metadata=meta))
-
-
-def read_checked(path: Path, failure: str) -> tuple[dict[str, Tensor], dict]:
-    """(tensors, about) as they were written, or a UserError that starts with `failure`."""
-    try:
-        with safe_open(path, "pt") as f:
-            tensors, meta = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
-        about = json.loads(meta.get("about", "{}"))
-        if about.get("format") != FORMAT:
-            raise ValueError(f"adapter format {about.get('format')}, this code reads {FORMAT}")
-        if digest(tensors, meta["about"]) != meta["sha256"]:
-            raise ValueError("its checksum is wrong, the file is damaged")
-        return tensors, about
-    except Exception as error:  # missing, truncated or foreign files
-        raise UserError(f"{failure}: {brief(error)}") from None
-
-
 def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConfig | None = None) -> None:
     """adapter_model.safetensors + adapter_config.json, the layout people know from peft.
 
@@ -474,7 +463,7 @@ def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConf
     about = dict(base_model=model.config._name_or_path, model_type=model.config.model_type,
                  layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
                  train=train and dataclasses.asdict(train))  # fmt: skip
-    copy, about["weights"] = json.dumps(about, indent=1), some_weights(model)
+    copy, about["weights"] = json.dumps(about, indent=1), model.some_weights
     write_checked(Path(folder, "adapter_model.safetensors"), new_parameters(model), about)
     write_atomically(Path(folder, "adapter_config.json"), lambda p: p.write_text(copy))
 
@@ -492,7 +481,7 @@ def load_linearized(model: hf.PreTrainedModel | str, folder: Path | str) -> hf.P
         raise UserError(f"{was}, a {about['model_type']} model; this one is {kind}")
     then, now = torch.tensor(about["weights"]), torch.tensor(some_weights(model))
     # 16 bits of precision move a weight by 0.1 % (rms of bfloat16's rounding); another model moves all of it
-    if now.numel() == then.numel() and (then - now).norm() > 0.01 * then.norm():
+    if len(now) == len(then) and (then - now).nan_to_num(0.0).norm() > 0.01 * then.nan_to_num(0.0).norm():
         raise UserError(f"{was}; the weights of {model.config._name_or_path or 'this model'} are others")
     linearize(model, config, about["layers"])
     set_parameters(model, tensors, folder)

@@ -31,11 +31,12 @@ from pydoc_data.topics import topics
 import torch
 import torch.nn.functional as F
 from huggingface_hub import hf_hub_download
+
+# isort: split  (tests/, where command lines live, is on the path from here on)
+from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
+from processes import spread, torchrun
 from torch import Tensor
 from tqdm.auto import tqdm
-
-sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-from options import check_writable, command_line, configs_from, distill_options, eval_options, exact_part
 
 import distill
 from distill import TrainConfig, UserError, attention_modules, head_shape, linear_layers
@@ -212,9 +213,9 @@ def share_out(cost: Tensor, budgets: Sequence[int], total: int) -> tuple[int, ..
     return tuple(given)
 
 
-def allocate_budgets(model: distill.hf.PreTrainedModel, tokens: Tensor, train: TrainConfig) -> None:
+def allocate_budgets(model, config: LinearizeConfig, tokens: Tensor, train: TrainConfig) -> None:
     """Share out as many pairs as `budget` gives all layers, measured on some training sequences."""
-    config, n = model.linearize_config, train.allocate
+    n = train.allocate
     budgets = sorted({round(config.budget * x) for x in (0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6)})
     sequences = distill.batches(tokens, dataclasses.replace(train, batch=1, steps=n, seed=train.seed + 1))
     with torch.random.fork_rng(devices=[]):
@@ -307,15 +308,19 @@ def train(args: argparse.Namespace) -> None:
     """`python distill.py`: freeze, replace, train, measure."""
     (config, train), out = configs_from(args), Path(args.out)
     check_writable(out)
-    model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
+    model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device, train.device_map)
     tokens, held_out = load_data(tokenizer, train)
-    frozen, before = sum(p.numel() for p in model.parameters()), distill.fingerprint(model)
+    frozen = sum(p.numel() for p in model.parameters())
     if args.adapter:  # go on from there, with another loss for example
-        distill.load_linearized(model, args.adapter)
+        load_adapter(model, args)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
-        if train.allocate and config.budget and not config.budgets:
-            allocate_budgets(model, tokens, train)
+    spread(model)
+    before, config = distill.fingerprint(model), model.linearize_config
+    if args.adapter and args.allocate:  # measure anew, for longer sequences for example
+        config = dataclasses.replace(config, budget=config.reach - config.window, budgets=())
+    if (args.allocate if args.adapter else train.allocate) and config.budget and not config.budgets:
+        allocate_budgets(model, config, tokens, train)
     if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
     new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
@@ -366,15 +371,10 @@ def evaluate(args: argparse.Namespace) -> None:
     check_writable(Path(args.json).resolve().parent)
     if not args.adapter and tasks != ("ablation",):
         raise UserError("every task but ablation needs --adapter DIR (python distill.py makes one)")
-    typed = exact_part(args) if args.adapter else {}
-    model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device)
+    model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device, train.device_map)
     data = load_data(tokenizer, train)
     if args.adapter:
-        distill.load_linearized(model, args.adapter)
-        c = model.linearize_config
-        if c.budgets and "budget" in typed:  # as many in all, shared out in the same proportions
-            typed["stretch"] = typed.pop("budget") / (c.reach - c.window)
-        distill.set_budgets(model, c.changed(**typed))
+        load_adapter(model, args)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
     add_controls(model)
@@ -393,7 +393,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def distill_main(argv: list[str] | None = None) -> int:
     from scaling import plan
-    return command_line(dict(train=train, generate=generate, plan=plan), distill_options, argv)
+    with torchrun():
+        return command_line(dict(train=train, generate=generate, plan=plan), distill_options, argv)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 import distill
 from distill import TrainConfig
 from interventions import LinearizeConfig
@@ -45,10 +47,20 @@ def exact_part(args: argparse.Namespace) -> dict:
     return typed
 
 
+def load_adapter(model, args: argparse.Namespace) -> None:
+    """The folder of --adapter, with what the user typed of its exact part."""
+    typed = exact_part(args)
+    distill.load_linearized(model, args.adapter)
+    c = model.linearize_config
+    if c.budgets and "budget" in typed:  # as many in all, shared out in the same proportions
+        typed["stretch"] = typed.pop("budget") / (c.reach - c.window)
+    distill.set_budgets(model, c.changed(**typed))
+
+
 def check_writable(folder: Path) -> None:
     """Find out now, not after an hour of training, whether results can be written."""
     distill.write_atomically(folder / ".writable", Path.touch)
-    (folder / ".writable").unlink()
+    (folder / ".writable").unlink(missing_ok=True)
 
 
 def load_plugin(path: str) -> None:
@@ -86,7 +98,7 @@ def command_line(commands: dict[str, Callable], describe: Callable, argv: list[s
     except KeyboardInterrupt:
         print("\ninterrupted; what was saved so far is kept", file=sys.stderr)
         return 130
-    except (ValueError, distill.SafetensorError) as error:  # the latter: a full disk, for safetensors
+    except (ValueError, SafetensorError) as error:  # the latter: a full disk, for safetensors
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         print(f"error: {error.strerror or error}: {error.filename or 'while writing'}", file=sys.stderr)

@@ -20,6 +20,7 @@ import time
 import traceback
 from pathlib import Path
 
+import files
 import pytest
 import torch
 from conftest import tiny_model
@@ -176,7 +177,7 @@ def sabotage(patch, name, moment, fail):
         if ours and moment == MOMENTS[2]:
             fail(target)
 
-    patch.setattr(distill, "save_file", writer(distill.save_file, 1))
+    patch.setattr(files, "save_file", writer(files.save_file, 1))
     patch.setattr(Path, "write_text", writer(Path.write_text, 0))
     patch.setattr(os, "replace", rename)
 

@@ -1,0 +1,77 @@
+"""Files that are whole or not there, errors of one line: plumbing of distill.py, no part of the lesson."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FORMAT = 2  # version of the adapter folder
+
+
+class UserError(ValueError):
+    """Something the user can mend: shown as one line, without a traceback."""
+
+
+def brief(error: Exception) -> str:
+    """A foreign error's text on one line of bearable length."""
+    return " ".join(str(error).split())[:160]
+
+
+def team() -> tuple[int, int]:
+    """(own number, processes) under torchrun; else (0, 1)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def digest(tensors: dict[str, Tensor], about: str = "") -> str:
+    """SHA-256 over names, dtypes, shapes and every bit: a flipped one is found. Of a tensor that torchrun
+    spreads over processes this process's part counts; what accelerate keeps on disk cannot change."""
+    sha = hashlib.sha256(about.encode())
+    for name, x in sorted(tensors.items()):
+        x = x.to_local() if hasattr(x, "to_local") else x
+        sha.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        if not x.is_meta:
+            sha.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return sha.hexdigest()
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Write under a temporary name, then rename: a reader sees the old file or the new one, never a half.
+    Of several processes only the first writes."""
+    if team()[0]:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def write_checked(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
+    """A safetensors file with all that is to be said about it as JSON, and a checksum over both."""
+    tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
+    meta = dict(about=json.dumps(about | dict(format=FORMAT)))
+    meta["sha256"] = digest(tensors, meta["about"])
+    write_atomically(path, lambda p: save_file(tensors, p, metadata=meta))
+
+
+def read_checked(path: Path, failure: str) -> tuple[dict[str, Tensor], dict]:
+    """(tensors, about) as they were written, or a UserError that starts with `failure`."""
+    try:
+        with safe_open(path, "pt") as f:
+            tensors, meta = {name: f.get_tensor(name) for name in f.keys()}, f.metadata() or {}
+        about = json.loads(meta.get("about", "{}"))
+        if about.get("format") != FORMAT:
+            raise ValueError(f"adapter format {about.get('format')}, this code reads {FORMAT}")
+        if digest(tensors, meta["about"]) != meta["sha256"]:
+            raise ValueError("its checksum is wrong, the file is damaged")
+        return tensors, about
+    except Exception as error:  # missing, truncated or foreign files
+        raise UserError(f"{failure}: {brief(error)}") from None
