@@ -242,6 +242,8 @@ class State:
     rest: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def row(self, b: int) -> State:
+        if len(next(iter(self.exact.values()))) == 1:
+            return self
         return State(self.count, *({n: x[b : b + 1] for n, x in d.items()} for d in (self.exact, self.rest)))
 
     @staticmethod
@@ -365,7 +367,8 @@ class LinearizedAttention(nn.Module):
         c, (B, T), G, N = self.config, q_bthk.shape[:2], self.kv_heads, bank["k"].shape[1]
         # tokens in the memory, now and at the start; a later token's place in the bank is its position - gone
         count = gone = n - (N - T)
-        place = torch.arange(N, device=q_bthk.device)[:, None].expand(B, N, G)
+        bank = {name: x.contiguous() for name, x in bank.items()}  # `take` copies rows
+        place = torch.arange(B * N * G, device=q_bthk.device).view(B, N, G)  # its rows, in order of time
 
         def oldest(t: int) -> int:
             """The first token of the window that query t sees."""
@@ -380,13 +383,14 @@ class LinearizedAttention(nn.Module):
             seen = torch.cat([place[:, : min(c.sinks, end)], routed, window], 1)
             # Before the first choice of this call, that is the bank as it stands: decoding copies nothing.
             k, v = (take(bank[x], seen) if t > n else bank[x][:, : end - gone] for x in "kv")
-            visible = seen.transpose(1, 2)[:, :, None] <= place[0, t - gone : end - gone, :1]
+            now = place[:, t - gone : end - gone].transpose(1, 2)[..., None]
+            visible = None if end - t == 1 else seen.transpose(1, 2)[:, :, None] <= now
             q_bgrck = q_bthk[:, t - n : end - n].unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
             o, lse, p = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
             parts.append((o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)))
             received = take(bank["received"], seen) + p.detach().float().sum((2, 3)).transpose(1, 2)
             fade = 0.5 ** (c.block / c.half_life) if end == border else 1.0  # for all alike: no order changes
-            bank["received"].scatter_(1, seen, received * fade)  # this call's own tensor
+            bank["received"].view(-1).index_copy_(0, seen.flatten(), (received * fade).flatten())
             if count and self.rule is not None:  # what the memory knows as these queries ask
                 pasts.append((rest["S"], rest["total"], rest["square"], rest["S"].new_full((1, 1), count)))
             else:
@@ -394,7 +398,7 @@ class LinearizedAttention(nn.Module):
             if end == border:
                 left = place[:, oldest(t) - gone : oldest(border) - gone]
                 if self.rule is not None and writes is None:  # features and gates, once for all tokens
-                    writes = self.writes(bank)
+                    writes = [None if x is None else x.contiguous() for x in self.writes(bank)]
                 routed, evicted = self.choose(bank, writes, torch.cat([routed, left], 1), rest, count)
                 if evicted.shape[1] and writes is not None:
                     self.write(bank["k"], writes, evicted, rest)
@@ -431,7 +435,7 @@ class LinearizedAttention(nn.Module):
 
         def recall_error() -> Tensor:
             key, value = (take(x, pool) for x in writes[:2])
-            read = self.rule.read(torch.einsum("bphk,bhkv->bphv", key, rest["S"]))
+            read = self.rule.read((key.transpose(1, 2) @ rest["S"]).transpose(1, 2))
             read = read / max(count, 1) if self.rule.sums else read
             error = (value[..., : self.value_dim] - read).norm(dim=-1)
             return error.unflatten(2, (self.kv_heads, -1)).mean(3)
@@ -447,7 +451,7 @@ class LinearizedAttention(nn.Module):
     def write(self, k: Tensor, writes, evicted: Tensor, rest: dict) -> None:
         """Evicted tokens enter the memory: the state, and the sums of the moments."""
         key, *more = (None if x is None else take(x, evicted) for x in writes)
-        _, rest["S"] = linear_attention(key, key, *more, rest["S"], self.config.chunk, self.config.impl)
+        _, rest["S"] = linear_attention(None, key, *more, rest["S"], self.config.chunk, self.config.impl)
         shifted = take(k, evicted).to(rest["S"].dtype) - rest["origin"]
         rest["total"] = rest["total"] + shifted.sum(1, True)
         rest["square"] = rest["square"] + shifted.square().sum(1, True)
@@ -530,6 +534,11 @@ def by_rows(layer, x, lengths: list[int], memory, scale: float, softcap: float |
     memory.rows = memory.rows or [State() for _ in lengths]
     for b, row in enumerate(memory.rows):
         alike.setdefault((row.count, lengths[b]), []).append(b)
+    if list(alike.values()) == [list(range(len(lengths)))] and lengths[0] == x[0].shape[1]:  # no copies
+        state = State.join(memory.rows)
+        out = layer(*x, scale, softcap, state)
+        memory.rows = [state.row(b) for b in range(len(lengths))]
+        return out
     out = x[2].new_zeros(*x[0].shape[:3], x[2].shape[-1])
     for (_, length), rows in alike.items():
         if length:

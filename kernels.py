@@ -406,17 +406,18 @@ def triton_attention(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=N
     return o_bthv.to(v_btgv.dtype), state
 
 
-def linear_attention(q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, log_decay: Tensor | None = None,
+def linear_attention(q_bthk: Tensor | None, k_btgk: Tensor, v_btgv: Tensor, log_decay: Tensor | None = None,
                      erase: Tensor | None = None, write: Tensor | None = None, state: Tensor | None = None,
                      chunk: int = 64, impl: str = "auto") -> tuple[Tensor, Tensor]:  # fmt: skip
     """Equation (1): arguments and results of `recurrent`, in the way that impl names.
 
     auto: triton for CUDA tensors, else chunked; there one token goes through the cheaper recurrence. Only a
-    missing GPU or Triton changes the choice, no error does."""
+    missing GPU or Triton changes the choice, no error does. Without queries only the state is of interest."""
     if impl == "auto":
-        impl = "triton" if q_bthk.is_cuda and triton is not None else "chunked"
-    if impl == "chunked" and q_bthk.shape[1] == 1:
+        impl = "triton" if k_btgk.is_cuda and triton is not None else "chunked"
+    if impl == "chunked" and k_btgk.shape[1] == 1:
         impl = "recurrent"
+    q_bthk = k_btgk if q_bthk is None and impl != "chunked" else q_bthk
     run = lookup(IMPLEMENTATIONS, impl, "implementation")
     args = (q_bthk, k_btgk, v_btgv, log_decay, erase, write, state)
     return run(*args) if run is recurrent else run(*args, chunk=chunk)

@@ -82,20 +82,20 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float | None):
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap=None):
     """Softmax attention over one set of keys: q (..., G, R, C, K), k (..., G, L, K), v (..., G, L, V).
 
-    visible (..., 1 or G, C, L) -> o (..., G, R, C, V), log-sum-exp (..., G, R, C), p (..., G, R, C, L).
+    visible (..., 1 or G, C, L), or None: all -> o (..., G, R, C, V), log-sum-exp (..., G, R, C), p (..., L).
     HAZARD: scores need float32. Qwen's reach thousands before scaling, where bfloat16 has steps of 8.
     """
     (R, C), dtype = q.shape[-3:-1], working_dtype(q)
-    score = (q.flatten(-3, -2).to(dtype) @ k.mT.to(dtype)).unflatten(-2, (R, C)) * scale
+    score = ((q.flatten(-3, -2).to(dtype) * scale) @ k.mT.to(dtype)).unflatten(-2, (R, C))
     if softcap is not None:
         score = torch.tanh(score / softcap) * softcap
-    score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
-    lse = score.logsumexp(-1)
-    p = (score - lse[..., None]).exp()
-    return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), lse, p
+    if visible is not None:
+        score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
+    p = score.softmax(-1)
+    return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), score.logsumexp(-1), p
 
 
 def exact_attention(
@@ -113,6 +113,13 @@ def exact_attention(
         nothing = q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
         return v_btgv.new_zeros(B, T, H, V), nothing
     N, L, first = -(-T // C), window - 1 + C, k_btgk.shape[1] - T
+    if T == 1:  # decoding: one set of keys, all visible
+        k, v = k_btgk, v_btgv
+        if first >= sinks + window:
+            k, v = (torch.cat([x[:, :sinks], x[:, first + 1 - window :]], 1) for x in (k, v))
+        q_bgrck = q_bthk.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
+        o, lse, _ = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), None, scale, softcap)
+        return o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
     q_bnchk = F.pad(q_bthk, (0, 0, 0, 0, 0, N * C - T)).unflatten(1, (N, C))
     at_nc1 = first + torch.arange(N * C, device=device).view(N, C, 1)
     keys, values, visible = [], [], []
@@ -149,13 +156,12 @@ def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, 
     return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
 
 
-def take(x_blg: Tensor, place_bpg: Tensor) -> Tensor:
-    """Each head's own tokens: those at `place` of x (B,L,G) or (B,L,G,...). x may have memories per query
-    head, several to a kv head: they take the same tokens."""
-    place = place_bpg.repeat_interleave(x_blg.shape[2] // place_bpg.shape[2], 2)
-    if x_blg.dim() == 4:
-        place = place[..., None].expand(*place.shape, x_blg.shape[-1])
-    return x_blg.gather(1, place)
+def take(x: Tensor, rows_bpg: Tensor) -> Tensor:
+    """Tokens of x (B,L,M,...), M a multiple of G: head g's are row (b L + t) G + g. Rows are copied, where
+    `gather` would look up every number. Memories per query head, M > G, take their kv head's tokens."""
+    (B, P, G), (_, L, M, *rest) = rows_bpg.shape, x.shape
+    rows = x.reshape(B * L * G, M // G, *rest).index_select(0, rows_bpg.flatten())
+    return rows.view(B, P, M, *rest)
 
 
 def empty_state(k_btgk: Tensor, v_btgv: Tensor) -> Tensor:
@@ -228,13 +234,14 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
     (5)  S' = Diag(exp G_C) S0 + (K * exp(G_C - G))^T U
 
     U = U_v - U_k S0 is solved before S0 is known; what remains is a loop over chunks, two products each.
+    Without queries (None) nothing is read: o is None.
     """
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk must be a power of two, got {chunk}")
-    (_, T, _, K), G, V, dtype = q_bthk.shape, k_btgk.shape[2], v_btgv.shape[-1], working_dtype(v_btgv)
+    (_, T, G, K), V, dtype = k_btgk.shape, v_btgv.shape[-1], working_dtype(v_btgv)
     S = empty_state(k_btgk, v_btgv) if state is None else state.to(dtype)
     if T == 0:
-        return v_btgv.new_zeros(*q_bthk.shape[:3], V), S
+        return None if q_bthk is None else v_btgv.new_zeros(*q_bthk.shape[:3], V), S
     C = min(chunk, 1 << (T - 1).bit_length())  # a short input needs no long chunk
 
     def split(x: Tensor) -> Tensor:
@@ -244,14 +251,12 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
         return x.unflatten(1, (-1, C)).movedim(3, 1).unflatten(1, (G, -1))
 
     written_btgv = v_btgv if write is None else write[..., None].to(dtype) * v_btgv
-    q, k, U_v, g = split(q_bthk), split(k_btgk), split(written_btgv), None
-    q_in, k_in, k_out, kept = q, k, k, torch.ones_like(k[..., :1, :1])
+    k, U_v, g, since_entry, kept = split(k_btgk), split(written_btgv), None, None, S.new_ones(1, 1)
+    k_in = k_out = k
     if log_decay is not None:
         g = split(log_decay if log_decay.dim() == 4 else log_decay[..., None])
-        since_entry = g.cumsum(-2)
-        q_in, k_in, k_out = q * since_entry.exp(), k * since_entry.exp(), k * sum_after(g).exp()
-        kept = since_entry[..., -1:, :].exp().mT  # (b, g, 1, n, K or 1, 1)
-    P = decayed_products(q, k, g) + torch.diag_embed((q * k).sum(-1))
+        since_entry = g.cumsum(-2).exp()
+        k_in, k_out, kept = k * since_entry, k * sum_after(g).exp(), since_entry[..., -1:, :].mT
     U_k = torch.zeros_like(k)
     if erase is not None:
         b = split(erase[..., None])
@@ -259,10 +264,16 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
         rhs = torch.cat([U_v, b * k_in], -1)
         U_v, U_k = torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True).split([V, K], -1)
     S_bg1kv, entries, added = S[:, :, None], [], []
+    kept = kept.expand(*k.shape[:4], *kept.shape[-2:])  # (b, g, 1, n, K or 1, 1)
     for kept_n, k_out_n, U_v_n, U_k_n in zip(*(z.unbind(3) for z in (kept, k_out.mT, U_v, U_k))):  # (5)
         entries.append(S_bg1kv)
         added.append(U_v_n if erase is None else U_v_n - U_k_n @ S_bg1kv)
         S_bg1kv = kept_n * S_bg1kv + k_out_n @ added[-1]
+    if q_bthk is None:
+        return None, S_bg1kv[:, :, 0]
+    q = split(q_bthk)
+    P = decayed_products(q, k, g) + torch.diag_embed((q * k).sum(-1))
+    q_in = q if g is None else q * since_entry
     o_bgrncv = q_in @ torch.stack(entries, 3) + P @ torch.stack(added, 3)  # (4)
     o_bthv = o_bgrncv.flatten(3, 4)[..., :T, :].flatten(1, 2).transpose(1, 2)
     return o_bthv.to(v_btgv.dtype), S_bg1kv[:, :, 0]
@@ -359,7 +370,7 @@ class UpdateRule(nn.Module):
         x = x_bthk.to(working_dtype(x_bthk))
         if self.features != "l2":
             W_hkf, b_hf = getattr(self, f"W_{name}").to(x), getattr(self, f"b_{name}").to(x)
-            x = torch.einsum("bthk,hkf->bthf", x, W_hkf) + b_hf
+            x = (x.transpose(1, 2) @ W_hkf).transpose(1, 2) + b_hf
         return FEATURES[self.features](x)
 
     def gates(self, code_bthe: Tensor) -> tuple[Tensor | None, Tensor | None]:
