@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from kernels import linear_attention
 
 from linear_attn import (  # isort: skip
-    FEATURES, RULES, attend, exact_attention, full_attention, option, query_moments, register,
+    FEATURES, RULES, attend, exact_attention, full_attention, joined, key_moments, option, register,
     running_moments, take, validate, working_dtype
 )
 
@@ -172,10 +172,13 @@ class LseMerge(nn.Module):
         self.gain = nn.Parameter(torch.ones(heads))
 
     def log_mass(self, q_bthk: Tensor, moments: dict[str, Tensor], scale: float) -> Tensor:
-        """Equation (9), (B,T,H); `scale` is the model's 1/sqrt(d)."""
-        linear = self.a1 * moments["q_mean"] + torch.einsum("bthk,hk->bth", q_bthk.to(self.u.dtype), self.u)
-        spread = self.a2 * moments["q_cov_q"] * (0.5 * scale**2)
-        return moments["count"].log()[..., None] + linear * scale + spread + self.c
+        """Equation (9), (B,T,H); `scale` is the model's 1/sqrt(d). mean and variance of a kv head's keys,
+        (B, T or 1, G, K), serve its R query heads."""
+        mean_btg1k, variance_btg1k = (moments[name][..., None, :] for name in ("mean", "variance"))
+        a1, a2, u = (x.unflatten(0, (mean_btg1k.shape[2], -1)) for x in (self.a1, self.a2, self.u))
+        s_btgrk = q_bthk.to(u.dtype).unflatten(2, (len(u), -1)) * scale
+        slope = a1[..., None] * mean_btg1k + u + s_btgrk * (0.5 * a2[..., None] * variance_btg1k)
+        return moments["count"].log()[..., None] + (s_btgrk * slope).sum(-1).flatten(2) + self.c
 
     def forward(self, o_exact, lse_exact, read, q, moments, scale):
         m_bth1 = torch.sigmoid(lse_exact - self.log_mass(q, moments, scale))[..., None]
@@ -349,10 +352,10 @@ class LinearizedAttention(nn.Module):
             left, q = {name: x[:, c.sinks : N - c.reach] for name, x in bank.items()}, q_bthk[:, first:]
             q_in, writes = self.rule.queries(q_memory[:, first:]), self.writes(left)
             o, rest["S"] = linear_attention(q_in, *writes, rest["S"], chunk=c.chunk, impl=c.impl)
-            moments, sums = running_moments(q, left["k"], n - (N - T), tuple(rest[name] for name in SUMS))
+            moments, sums = running_moments(left["k"], n - (N - T), tuple(rest[name] for name in SUMS))
             rest |= dict(zip(SUMS, sums))
             merged = self.merge(out[:, first:], lse[:, first:], self.answer(o, moments), q, moments, scale)
-            out = torch.cat([out[:, :first], merged], 1)
+            out = joined([out[:, :first], merged] if first else [merged])
         if N > c.exact_pairs:
             bank = {name: torch.cat([x[:, : c.sinks], x[:, N - c.reach :]], 1) for name, x in bank.items()}
         return out, bank
@@ -404,16 +407,17 @@ class LinearizedAttention(nn.Module):
                     self.write(bank["k"], writes, evicted, rest)
                 count += evicted.shape[1]
             t = end
-        out, lse = (torch.cat(x, 1) for x in zip(*parts))
+        out, lse = (joined(x) for x in zip(*parts))
         if pasts:
-            q, since = q_bthk[:, first:], n + first
-            block = torch.arange(since, n + T, device=q.device) // c.block - since // c.block
-            states, *sums = zip(*pasts)
-            total, square, known = (torch.cat(x, 1)[:, block] for x in sums)
-            moments = query_moments(q, known, rest["origin"], total, square)
+            q, since, (states, *sums) = q_bthk[:, first:], n + first, zip(*pasts)
+            total, square, known = (joined(x) for x in sums)
+            if len(states) > 1:  # to every query its block's
+                block = torch.arange(since, n + T, device=q.device) // c.block - since // c.block
+                total, square, known = (x[:, block] for x in (total, square, known))
+            moments = key_moments(known, rest["origin"], total, square)
             read = self.answer(self.ask(q_memory[:, first:], states, since), moments)
             merged = self.merge(out[:, first:], lse[:, first:], read, q, moments, scale)
-            out = torch.cat([out[:, :first], merged], 1)
+            out = joined([out[:, :first], merged] if first else [merged])
         if n // c.block != t // c.block:  # tokens were evicted: keep the others
             kept = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, oldest(t) - gone :]], 1)
             bank = {name: take(x, kept) for name, x in bank.items()}
@@ -421,12 +425,15 @@ class LinearizedAttention(nn.Module):
 
     def ask(self, q_memory: Tensor, states: list[Tensor], t: int) -> Tensor:
         """o = S^T q of all blocks at once: queries from position t on, every block has its own state."""
-        C, T = self.config.block, q_memory.shape[1]
-        before, after = (t % C, -(t + T) % C) if len(states) > 1 else (0, 0)
-        q = F.pad(self.rule.queries(q_memory), (0, 0, 0, 0, before, after)).unflatten(1, (len(states), -1))
-        S_bngkv = torch.stack(states, 1)
-        o = torch.einsum("bncgrk,bngkv->bncgrv", q.unflatten(3, (S_bngkv.shape[2], -1)), S_bngkv)
-        return o.flatten(3, 4).flatten(1, 2)[:, before : before + T]
+        C, T, q = self.config.block, q_memory.shape[1], self.rule.queries(q_memory)
+        S_bngkv, before = torch.stack(states, 1), 0
+        if len(states) > 1:
+            before = t % C
+            q = F.pad(q, (0, 0, 0, 0, before, -(t + T) % C))
+        q_bncgrk = q.unflatten(1, (len(states), -1)).unflatten(3, (S_bngkv.shape[2], -1))
+        q_bngrck = q_bncgrk.permute(0, 1, 3, 4, 2, 5)
+        o_bngrcv = (q_bngrck.flatten(3, 4) @ S_bngkv).unflatten(3, q_bngrck.shape[3:5])
+        return o_bngrcv.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, before : before + T]
 
     @torch.no_grad()
     def choose(self, bank: dict, writes, pool: Tensor, rest: dict, count: int) -> tuple[Tensor, Tensor]:

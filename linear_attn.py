@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +95,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
     if visible is not None:
         score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
     p = score.softmax(-1)
-    return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), score.logsumexp(-1), p
+    lse = score.amax(-1) - p.amax(-1).log()  # the largest p is exp(max - lse); logsumexp has ten passes
+    return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), lse, p
 
 
 def exact_attention(
@@ -162,6 +163,11 @@ def take(x: Tensor, rows_bpg: Tensor) -> Tensor:
     (B, P, G), (_, L, M, *rest) = rows_bpg.shape, x.shape
     rows = x.reshape(B * L * G, M // G, *rest).index_select(0, rows_bpg.flatten())
     return rows.view(B, P, M, *rest)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Along time; a single part, the rule in decoding, is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def empty_state(k_btgk: Tensor, v_btgv: Tensor) -> Tensor:
@@ -280,27 +286,25 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
 
 # ---------------------------------------------------------------------------- moments of keys
 
-def query_moments(q_bthk: Tensor, count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict:
-    """What (9) of interventions.py needs of n = `count` keys, (1, T or 1): q.mu and q^T Sigma q, (B,T,H);
-    Sigma is diagonal (a full one was no better, and costs K x K).
+def key_moments(count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict[str, Tensor]:
+    """What (9) of interventions.py needs of n = `count` keys, (1, T or 1): mean, variance (B, T or 1, G, K).
+    Sigma is taken as diagonal: a full one was no better, and costs K x K.
 
     Given are the sums of k - origin and of its square, (B, T or 1, G, K). HAZARD: moments are taken around
     one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance of 1.
     """
-    q_btgrk, n = q_bthk.to(working_dtype(q_bthk)).unflatten(2, (total.shape[2], -1)), count[..., None, None]
-    variance = square / n - (total / n).square()
-    q_mean = torch.einsum("btgrk,btgk->btgr", q_btgrk, origin + total / n).flatten(2)
-    q_cov_q = torch.einsum("btgrk,btgk->btgr", q_btgrk.square(), variance).flatten(2)
-    return {"count": count, "q_mean": q_mean, "q_cov_q": q_cov_q}
+    n = count[..., None, None]
+    mean = total / n
+    return {"count": count, "mean": origin + mean, "variance": square / n - mean.square()}
 
 
-def running_moments(q_bthk: Tensor, k_btgk: Tensor, count: int, sums: tuple[Tensor, Tensor, Tensor]):
-    """Moments of all keys up to k_t for every q_t, after `count` earlier ones: (moments, sums at the end)."""
+def running_moments(k_btgk: Tensor, count: int, sums: tuple[Tensor, Tensor, Tensor]):
+    """Moments of all keys up to k_t for every t, after `count` earlier ones: (moments, sums at the end)."""
     origin, total, square = sums
     shifted = k_btgk.to(origin.dtype) - origin
     total, square = total + shifted.cumsum(1), square + shifted.square().cumsum(1)
     n = count + torch.arange(1, k_btgk.shape[1] + 1, device=origin.device, dtype=origin.dtype)[None]
-    return query_moments(q_bthk, n, origin, total, square), (origin, total[:, -1:], square[:, -1:])
+    return key_moments(n, origin, total, square), (origin, total[:, -1:], square[:, -1:])
 
 # ---------------------------------------------------------------------------- six update rules
 
@@ -363,7 +367,7 @@ class UpdateRule(nn.Module):
         """What a token's gates need, (B,T,E): few numbers, which can wait until the token is written."""
         h = hidden_btd.to(working_dtype(hidden_btd))
         weights = [getattr(self, name).to(h) for name in ("W_1", "W_beta") if hasattr(self, name)]
-        return h @ torch.cat([h.new_zeros(h.shape[-1], 0), *weights], 1)
+        return h @ torch.cat(weights, 1) if weights else h[..., :0]
 
     def phi(self, x_bthk: Tensor, name: str) -> Tensor:
         """The features of queries (name "q") or keys ("k"), in float32: (B,T,H,K) -> (B,T,H,feature_dim)."""
