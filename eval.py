@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from huggingface_hub import hf_hub_download
 
 # isort: split  (tests/, where command lines live, is on the path from here on)
+from files import peak_memory
 from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
 from processes import spread, torchrun
 from torch import Tensor
@@ -299,6 +300,7 @@ def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = 
     )  # fmt: skip
     for name in tasks:
         result[name], table = TASKS[name](bench)
+        result["peak_bytes"] = peak_memory(model.device)  # of the whole run, training included
         print(table, flush=True)
         distill.write_atomically(path, lambda p: p.write_text(json.dumps(result) + "\n"))
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from analysis import key_concentration, projection_residual
+from files import peak_memory
 from huggingface_hub import hf_hub_download
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -307,18 +308,6 @@ def measure_retrieval(bench: Bench) -> tuple[dict, str]:
 
 
 # ----------------------------------------------------------------------------- speed
-
-
-def peak_memory(device: torch.device, reset: bool = False) -> int:
-    """Bytes of the largest memory in use since the last reset: of the device, or of this process on Linux."""
-    if device.type == "cuda":
-        if reset:
-            torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.max_memory_allocated(device)
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 def timed(model, work: Callable) -> tuple[float, object]:

@@ -75,3 +75,18 @@ def read_checked(path: Path, failure: str) -> tuple[dict[str, Tensor], dict]:
         return tensors, about
     except Exception as error:  # missing, truncated or foreign files
         raise UserError(f"{failure}: {brief(error)}") from None
+
+
+def peak_memory(device: torch.device, reset: bool = False) -> int:
+    """Bytes of the largest memory in use since the last reset: of the device, or of this process; 0 where the
+    system does not tell."""
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.max_memory_allocated(device)
+    if not Path("/proc/self/status").exists():
+        return 0
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

@@ -29,6 +29,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import torch
+from files import peak_memory
 from options import configs_from, parser_for
 
 import distill
@@ -91,8 +92,6 @@ def plan(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace) -> None:
     """The first training step, random tokens, after every weight was read (the fingerprint of a run does)."""
-    from benchmarks import peak_memory  # not needed to plan
-
     config, train = configs_from(args)
     x = estimate(train.model, config, train)
     model, _ = distill.load_teacher(train.model, train.dtype, "cpu")
