@@ -31,11 +31,6 @@ from pydoc_data.topics import topics
 import torch
 import torch.nn.functional as F
 from huggingface_hub import hf_hub_download
-
-# isort: split  (tests/, where command lines live, is on the path from here on)
-from files import peak_memory
-from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
-from processes import spread, torchrun
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -43,6 +38,12 @@ import distill
 from distill import TrainConfig, UserError, attention_modules, head_shape, linear_layers
 from interventions import ASK_THE_MEMORY, OFF, ROUTERS, LinearizeConfig, LinearizedAttention, Pool, State
 from linear_attn import lookup, register
+
+# isort: split
+# tests/, where command lines live, is on the path since distill was imported
+from files import peak_memory
+from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
+from processes import spread, torchrun
 
 TASKS: dict[str, Callable[[Bench], tuple[dict, str]]] = {}
 KINDS = ("passkey", "prose", "uuid", "multikey", "multiquery", "multivalue", "tracking")  # of retrieval
