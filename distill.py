@@ -70,6 +70,7 @@ class TrainConfig:
     allocate: int = option(0, "sequences to measure which layers need the pairs; 0: all get the same", low=0)
     eval_tokens: int = option(16384, "held-out tokens to measure on", low=1)
     layers: tuple = option((), "layers to linearize, as 0 3 7 (default: all)", item=int)
+    keep: str = option("", "layers that keep softmax: 0,7,15, or uniform:0.25, or hardest:0.25")
     dtype: str = option("auto", "of the backbone; auto: bfloat16 on CUDA, else float32", DTYPES)
     device: str = option("auto", "cpu, cuda, cuda:1, ...; auto is cuda if there is one")
     device_map: str = option("", "auto spreads the backbone over devices, main memory and disk (accelerate)")
@@ -192,7 +193,8 @@ class MemoryCacheLayer(hf.cache_utils.CacheLayerMixin):
 
 def _keep_hidden(module, args, kwargs):
     """Pre-hook: the gates read the layer's input, which the attention function is not given."""
-    module.linear.hidden = args[0] if args else kwargs["hidden_states"]
+    if hasattr(module, "linear"):
+        module.linear.hidden = args[0] if args else kwargs["hidden_states"]
 
 
 def _prepare_inputs(module, args, kwargs):

@@ -318,6 +318,10 @@ def train(args: argparse.Namespace) -> None:
         load_adapter(model, args)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
+        if train.keep:
+            from hybrid import keep_softmax
+
+            keep_softmax(model, tokens, train)
     spread(model)
     before, config = distill.fingerprint(model), model.linearize_config
     if args.adapter and args.allocate:  # measure anew, for longer sequences for example
@@ -328,8 +332,10 @@ def train(args: argparse.Namespace) -> None:
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
     new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
     budgets = " ".join(str(layer.config.budget) for layer in layers.values())
+    kept = " ".join(str(m.layer_idx) for m in attention_modules(model) if m.layer_idx not in layers)
     print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
     print(f"linearized  {len(layers)} layers, {new:,} new parameters ({new / frozen:.2%}), budgets {budgets}")
+    print(f"softmax     in layers {kept}\n" * bool(kept), end="")
     print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
     if train.steps and new:
         distill.train_adapters(model, tokens, train, out, args.resume)
@@ -407,5 +413,6 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     sys.modules["eval"] = sys.modules["__main__"]
     import benchmarks  # noqa: F401  (fills TASKS)
+    import hybrid  # noqa: F401
 
     sys.exit(main())

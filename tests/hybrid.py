@@ -1,0 +1,111 @@
+"""Hybrid models: `--keep` leaves softmax in some layers, where alone the cache grows then. In which?
+
+    --keep 0,7,15            these
+    --keep uniform:0.25      a quarter, evenly spaced
+    --keep hardest:0.25      a quarter: those whose answer at the exact pairs costs the model most (`effect`)
+    --keep concentration:0.25, residual:0.25     by the paper's two figures of the keys
+`python eval.py --adapter DIR --tasks hybrid` compares the four choices at 10, 25 and 50 %.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from analysis import key_concentration, projection_residual
+from torch import Tensor
+from tqdm.auto import tqdm
+
+import distill
+from distill import TrainConfig, UserError, attention_modules, linear_layers
+from eval import TASKS, Bench, mean_and_error, measure_budgets, measure_text
+from linear_attn import lookup, register
+
+HARDNESS: dict[str, Callable] = {}  # (model, ids) -> a number for every linearized layer, high is hard
+
+
+@register(HARDNESS, "effect")
+def effect(model, ids: Tensor) -> Tensor:
+    """KL of the model if this layer had nothing but its exact pairs, equation (10) of eval.py."""
+    c = model.linearize_config
+    return measure_budgets(model, ids, [c.reach - c.window])[:, 0]
+
+
+def of_keys(figure: Callable, sign: float, model, ids: Tensor) -> Tensor:
+    """The mean of a figure of the teacher's keys, layer by layer."""
+    found: list[Tensor] = []
+
+    def probe(module, teacher, student):
+        k = student(lambda q, k, v, *_: k)
+        found.append(sign * figure(k).mean().cpu())
+
+    distill.probe_layers(model, ids, probe)
+    return torch.stack(found)
+
+
+register(HARDNESS, "concentration")(functools.partial(of_keys, key_concentration, -1.0))
+register(HARDNESS, "residual")(functools.partial(of_keys, projection_residual, 1.0))
+
+
+def layers_to_keep(model, keep: str, tokens: Tensor, train: TrainConfig) -> tuple[int, ...]:
+    """What `keep` means for this model, all of whose layers are linearized now."""
+    every, (how, _, part) = sorted(linear_layers(model)), keep.partition(":")
+    try:
+        kept = () if part else tuple(int(x) for x in how.split(","))
+        count = max(1, round(float(part) * len(every))) if part else len(kept)
+    except ValueError:
+        want = "layers, as 0,7,15, or HOW:PART, as hardest:0.25"
+        raise UserError(f"--keep wants {want}; got {keep!r}") from None
+    if not set(kept) <= set(every) or not 0 < count < len(every):
+        raise UserError(f"--keep {keep}: the model has layers 0 to {every[-1]}, some must stay linearized")
+    if part and how == "uniform":
+        kept = [every[math.floor((i + 0.5) * len(every) / count)] for i in range(count)]
+    elif part:
+        hardness = lookup(HARDNESS | dict(hardest=effect, uniform=None), how, "choice of --keep")
+        sequences = distill.batches(tokens, dataclasses.replace(train, batch=1, steps=2, seed=train.seed + 1))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(train.seed)
+            hard = sum(hardness(model, ids) for ids in sequences)
+        kept = [every[i] for i in hard.topk(count).indices.tolist()]
+    return tuple(sorted(kept))
+
+
+def keep_softmax(model, tokens: Tensor, train: TrainConfig) -> None:
+    """Between `linearize` and training: the model again, with softmax where --keep says."""
+    kept, config = layers_to_keep(model, train.keep, tokens, train), model.linearize_config
+    rest = [i for i in linear_layers(model) if i not in kept]
+    distill.linearize(distill.delinearize(model), config, rest, train.seed)
+
+
+@contextlib.contextmanager
+def softmax_in(model, kept: Sequence[int]) -> Iterator[None]:
+    """Inside, these layers are the teacher's."""
+    layers = {m: m.linear for m in attention_modules(model) if m.layer_idx in kept}
+    for module in layers:
+        del module.linear
+    try:
+        yield
+    finally:
+        for module, layer in layers.items():
+            module.linear = layer
+
+
+@register(TASKS, "hybrid")
+def measure_hybrid(bench: Bench) -> tuple[dict, str]:
+    """Perplexity and KL of the adapter with softmax back in some layers, chosen in four ways."""
+    result, lines = {}, ["| kept | choice | layers | ppl | KL | bytes/sequence |", "|---|---|---|---|---|---|"]
+    chosen = {(part, how): layers_to_keep(bench.model, f"{how}:{part}", bench.tokens, bench.train)
+              for part in (0.1, 0.25, 0.5) for how in ("uniform", *HARDNESS)}  # fmt: skip
+    for (part, how), kept in tqdm(({(0, "none"): ()} | chosen).items(), "hybrid", leave=False, disable=None):
+        with softmax_in(bench.model, kept):
+            row = measure_text(dataclasses.replace(bench, rows=("teacher", "linear")))[0]
+        figures, size = row["rows"]["linear"], row["bytes"]["linear"]
+        result[f"{how}:{part}"] = dict(layers=kept, bytes=size, **figures)
+        (nll, _), (kl, error) = (mean_and_error(figures[m]) for m in ("nll", "kl"))
+        names, ppl = " ".join(map(str, kept)), math.exp(nll)
+        lines.append(f"| {part:.0%} | {how} | {names} | {ppl:.2f} | {kl:.4f} ± {error:.4f} | {size:,} |")
+    return result, "\n".join(lines)
