@@ -97,7 +97,8 @@ def softmax_in(model, kept: Sequence[int]) -> Iterator[None]:
 @register(TASKS, "hybrid")
 def measure_hybrid(bench: Bench) -> tuple[dict, str]:
     """Perplexity and KL of the adapter with softmax back in some layers, chosen in four ways."""
-    result, lines = {}, ["| kept | choice | layers | ppl | KL | bytes/sequence |", "|---|---|---|---|---|---|"]
+    lines = ["| kept | choice | layers | ppl | KL | bytes/sequence |", "|---|---|---|---|---|---|"]
+    result: dict[str, dict] = {}
     chosen = {(part, how): layers_to_keep(bench.model, f"{how}:{part}", bench.tokens, bench.train)
               for part in (0.1, 0.25, 0.5) for how in ("uniform", *HARDNESS)}  # fmt: skip
     for (part, how), kept in tqdm(({(0, "none"): ()} | chosen).items(), "hybrid", leave=False, disable=None):
