@@ -382,23 +382,28 @@ class LinearizedAttention(nn.Module):
         while t < n + T:
             border = t - t % c.block + c.block
             end = min(border, n + T)
-            window = place[:, oldest(t) - gone : end - gone]
-            seen = torch.cat([place[:, : min(c.sinks, end)], routed, window], 1)
-            # Before the first choice of this call, that is the bank as it stands: decoding copies nothing.
-            k, v = (take(bank[x], seen) if t > n else bank[x][:, : end - gone] for x in "kv")
+            if t == n:  # before the first choice of this call, the bank as it stands: decoding copies nothing
+                seen, (k, v) = place[:, : end - gone], (bank[x][:, : end - gone] for x in "kv")
+            else:
+                window = place[:, oldest(t) - gone : end - gone]
+                seen = torch.cat([place[:, : min(c.sinks, end)], routed, window], 1)
+                k, v = (take(bank[x], seen) for x in "kv")
             now = place[:, t - gone : end - gone].transpose(1, 2)[..., None]
             visible = None if end - t == 1 else seen.transpose(1, 2)[:, :, None] <= now
             q_bgrck = q_bthk[:, t - n : end - n].unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
             o, lse, p = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
             parts.append((o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)))
-            received = take(bank["received"], seen) + p.detach().float().sum((2, 3)).transpose(1, 2)
-            fade = 0.5 ** (c.block / c.half_life) if end == border else 1.0  # for all alike: no order changes
-            bank["received"].view(-1).index_copy_(0, seen.flatten(), (received * fade).flatten())
+            gain = p.detach().float().sum((2, 3)).transpose(1, 2)
+            if t == n:
+                bank["received"][:, : end - gone] += gain  # in place: this call's own tensor
+            else:
+                bank["received"].view(-1).index_add_(0, seen.flatten(), gain.flatten())
             if count and self.rule is not None:  # what the memory knows as these queries ask
                 pasts.append((rest["S"], rest["total"], rest["square"], rest["S"].new_full((1, 1), count)))
             else:
                 first = end - n
             if end == border:
+                bank["received"] *= 0.5 ** (c.block / c.half_life)  # for all alike: no order changes
                 left = place[:, oldest(t) - gone : oldest(border) - gone]
                 if self.rule is not None and writes is None:  # features and gates, once for all tokens
                     writes = [None if x is None else x.contiguous() for x in self.writes(bank)]
