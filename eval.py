@@ -63,6 +63,7 @@ class Bench:
     kinds: tuple[str, ...] = KINDS
     mmlu: str = "cais/mmlu"
     lambada: str = "EleutherAI/lambada_openai:data/lambada_test_en.jsonl"
+    plot: str = ""
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -396,7 +397,7 @@ def evaluate(args: argparse.Namespace) -> None:
             modes[row] = at_budget(model.linearize_config, mode, int(budget))
     for kind in kinds:
         lookup(dict.fromkeys(KINDS), kind, "kind")
-    bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada)
+    bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada, args.plot)
     report(bench, Path(args.json), distill.fingerprint(model), tasks)
 
 

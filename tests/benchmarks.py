@@ -349,7 +349,26 @@ def measure_speed(bench: Bench) -> tuple[dict, str]:
         for name, row in rows.items():
             row |= {key: statistics.median(row[key]) for key in ("prefill", "decode", "peak")}
             row["bytes"] = size[name]
+    if bench.plot:
+        draw_speed(result, bench.plot)
     return dict(lengths=result), speed_table(result)
+
+
+def draw_speed(result: dict, path: str) -> None:
+    """Ratios to the teacher over the length, prefill and decoding, as an image."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    for axes, key in zip(figure.subplots(1, 2, sharex=True), ("prefill", "decode")):
+        for name in next(iter(result.values())):
+            ratio = [rows[name][key] / rows["teacher"][key] for rows in result.values()]
+            axes.plot(list(map(int, result)), ratio, "o-", label=name)
+        axes.set(xscale="log", xlabel="tokens", title=f"{key}: time, teacher = 1", ylim=(0, None))
+    axes.legend()
+    suffix = Path(path).suffix[1:] or "png"
+    distill.write_atomically(Path(path), lambda p: figure.savefig(p, format=suffix))
 
 
 def speed_table(result: dict) -> str:

@@ -127,4 +127,5 @@ def eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of retrieval [all]")
     parser.add_argument("--mmlu", default=Bench.mmlu, help="folder of the original CSV files, or hub dataset")
     parser.add_argument("--lambada", default=Bench.lambada, help="jsonl file, or owner/name:file of the hub")
+    parser.add_argument("--plot", default="", help="speed: image to draw the ratios in, .png or .svg")
     parser.add_argument("--json", default="results.json", help="where everything goes raw [results.json]")
