@@ -446,6 +446,8 @@ class LinearizedAttention(nn.Module):
         budget = self.config.budget
 
         def recall_error() -> Tensor:
+            if writes is None:  # no memory recalls nothing
+                return known.size
             key, value = (take(x, pool) for x in writes[:2])
             read = self.rule.read((key.transpose(1, 2) @ rest["S"]).transpose(1, 2))
             read = read / max(count, 1) if self.rule.sums else read

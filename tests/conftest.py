@@ -68,10 +68,13 @@ def pytest_configure(config):
     for path in config.getoption("--plugin"):
         load_plugin(path)
     config.addinivalue_line("markers", "exhaustive: a further combination of what other tests check; --all")
+    config.addinivalue_line("markers", "exercise: fails until you solve it; -m exercise")
 
 
 def pytest_collection_modifyitems(config, items):
     further = [x for x in items if x.get_closest_marker("exhaustive") and not config.getoption("--all")]
+    if "exercise" not in config.getoption("-m"):
+        further += [x for x in items if x.get_closest_marker("exercise")]
     if further:
         config.hook.pytest_deselected(items=further)
         items[:] = [x for x in items if x not in set(further)]
