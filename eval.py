@@ -41,6 +41,7 @@ from linear_attn import lookup, register
 
 # isort: split
 # tests/, where command lines live, is on the path since distill was imported
+from explain import explain
 from files import peak_memory
 from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
 from processes import spread, torchrun
@@ -309,40 +310,47 @@ def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = 
 # ----------------------------------------------------------------------------- the command lines
 
 def train(args: argparse.Namespace) -> None:
-    """`python distill.py`: freeze, replace, train, measure."""
+    """`python distill.py`: freeze, replace, train, measure. With --explain it says what each step is for."""
     (config, train), out = configs_from(args), Path(args.out)
+    tell = functools.partial(explain, wanted=args.explain)
     check_writable(out)
+    tell("teacher")
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device, train.device_map)
-    tokens, held_out = load_data(tokenizer, train)
     frozen = sum(p.numel() for p in model.parameters())
+    print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
+    tell("text")
+    tokens, held_out = load_data(tokenizer, train)
+    print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
+    tell("linearize")
     if args.adapter:  # go on from there, with another loss for example
         load_adapter(model, args)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
         if train.keep:
-            from hybrid import keep_softmax
+            from hybrid import keep_softmax  # it imports this module
 
             keep_softmax(model, tokens, train)
-    spread(model)
+    if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
+        raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
+    spread(model)  # over the processes of torchrun
     before, config = distill.fingerprint(model), model.linearize_config
+    new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
+    kept = " ".join(str(m.layer_idx) for m in attention_modules(model) if m.layer_idx not in layers)
+    softmax = f"; softmax in {kept}" if kept else ""
+    print(f"linearized  {len(layers)} layers, {new:,} new parameters ({new / frozen:.2%}){softmax}")
     if args.adapter and args.allocate:  # measure anew, for longer sequences for example
         config = dataclasses.replace(config, budget=config.reach - config.window, budgets=())
     if (args.allocate if args.adapter else train.allocate) and config.budget and not config.budgets:
+        tell("allocate")
         allocate_budgets(model, config, tokens, train)
-    if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
-        raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
-    new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
-    budgets = " ".join(str(layer.config.budget) for layer in layers.values())
-    kept = " ".join(str(m.layer_idx) for m in attention_modules(model) if m.layer_idx not in layers)
-    print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
-    print(f"linearized  {len(layers)} layers, {new:,} new parameters ({new / frozen:.2%}), budgets {budgets}")
-    print(f"softmax     in layers {kept}\n" * bool(kept), end="")
-    print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
+    print("budgets     " + " ".join(str(layer.config.budget) for layer in layers.values()))
     if train.steps and new:
+        tell("train")
         distill.train_adapters(model, tokens, train, out, args.resume)
     if distill.fingerprint(model) != before:
         raise RuntimeError("a frozen weight has changed: a bug in this program")
     print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); results in {out}/\n")
+    tell("measure")
     add_controls(model)
     bench = Bench(model, tokenizer, tokens, held_out, train, ("teacher", *model.controller.variants))
     report(bench, out / "results.json", before)

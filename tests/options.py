@@ -110,6 +110,7 @@ def command_line(commands: dict[str, Callable], describe: Callable, argv: list[s
 def distill_options(parser: argparse.ArgumentParser) -> None:
     parser.description = distill.__doc__.splitlines()[0]
     parser.add_argument("--out", default="out", help="folder for adapter, metrics and results [out]")
+    parser.add_argument("--explain", action="store_true", help="say what each step of a run is for")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--gpus", default="1x80", help="plan: devices x gigabytes of each [1x80]")
     parser.add_argument("--prompt", default="-", help="generate: text, or - for standard input [-]")
