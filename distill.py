@@ -33,8 +33,8 @@ from tqdm.auto import tqdm
 sys.path.append(str(Path(__file__).resolve().parent / "tests"))
 from files import UserError, brief, digest, read_checked, team, write_atomically, write_checked
 
-from interventions import Controller, LinearizeConfig, LinearizedAttention, attention_forward
-from linear_attn import option, register, validate
+from interventions import OFF, LinearizeConfig, LinearizedAttention
+from linear_attn import full_attention, option, register, validate
 
 # HAZARD: transformers asks whether a package named `kernels` is installed and would import *our* kernels.py.
 # It asks once and remembers the answer: let it find nothing, then put our module back.
@@ -43,6 +43,7 @@ import transformers as hf  # noqa: E402
 
 hf.utils.is_kernels_available()
 sys.modules["kernels"] = _ours
+from hooks import MemoryCacheLayer, by_rows, padding_mask, prepare_inputs  # noqa: E402, F401
 
 EMBEDDED = Path(__file__).resolve().parent / "tests" / "teacher"
 NAME = "linear_memory"  # our attention's name inside transformers
@@ -124,12 +125,66 @@ def batches(tokens: Tensor, train: TrainConfig, first_step: int = 0) -> Iterator
 
 # ----------------------------------------------------------------------------- 2. the swap
 
+@dataclass
+class Controller:
+    """One per model, shared by its layers: what attention answers right now.
+
+    mode: a name in `variants`, the changes of config: "linear" none, "off" no memory, further controls from
+    eval. Or "probe": what the teacher answers, so that every layer sees the teacher's inputs, and
+    probe(module, teacher, student) is called: student(layer) is what a layer answers to the same inputs.
+    """
+
+    teacher_attention: str
+    mode: str = "linear"
+    probe: Callable | None = None
+    variants: dict[str, dict] = dataclasses.field(default_factory=lambda: dict(linear={}, off=dict(OFF)))
+
+    @contextlib.contextmanager
+    def switch(self, mode: str, probe: Callable | None = None):
+        before, (self.mode, self.probe) = (self.mode, self.probe), (mode, probe)
+        try:
+            yield
+        finally:
+            self.mode, self.probe = before
+
+
+def keep_hidden(module, args, kwargs):
+    """Pre-hook: the gates read the layer's input, which the attention function is not given."""
+    if hasattr(module, "linear"):
+        module.linear.hidden = args[0] if args else kwargs["hidden_states"]
+
+
+def attention_forward(module, query, key, value, mask, scaling=None, softcap=None, memory=None, **options):
+    """What transformers calls instead of softmax: q, k, v (B,H,T,K) after RoPE in, (B,T,H,V) out.
+
+    memory: where the states of the rows are kept between calls (hooks.MemoryCacheLayer), or None.
+    Errors: masks, windows, sinks and caches that a memory does not know are refused by name."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    T, scale, own_window = q.shape[1], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
+    layer = getattr(module, "linear", None)
+    if mask is not None and mask.dim() != 2:
+        raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
+    if options.get("s_aux") is not None or options.get("position_bias") is not None:
+        raise ValueError(f"layer {module.layer_idx} has sink logits or a position bias")
+    if layer is None:  # a layer that keeps softmax
+        return full_attention(q, k, v, mask, scale, softcap, own_window), None
+    if own_window is not None and own_window < (T if memory is None else memory.get_seq_length()):
+        raise ValueError(f"layer {module.layer_idx} has its own sliding window of {own_window} tokens")
+    if k.shape[1] != T:
+        raise ValueError("a linearized layer was given past keys: pass past_key_values of the model itself")
+    hidden, layer.hidden = layer.hidden, None  # kept longer, it would hold on to the graph
+    if layer.controller.mode == "probe":
+        if mask is not None:
+            raise ValueError("layers are compared on sequences without padding")
+        out = full_attention(q, k, v, None, scale, softcap)
+        layer.controller.probe(module, out, lambda other: other(q, k, v, hidden, scale, softcap))
+        return out, None
+    changes = layer.controller.variants[layer.controller.mode]
+    layer = layer.variant(**changes) if changes else layer
+    return by_rows(layer, (q, k, v, hidden), mask, memory, scale, softcap), None
+
+
 REFUSED = {"gpt_oss": "learned sink logits in its softmax", "gpt_neox": "attention of an older design"}
-def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):
-    """Hand on the 2-D padding mask, or None. HAZARD: without a mask function, padding is dropped silently."""
-    return None if attention_mask is None or bool(attention_mask.bool().all()) else attention_mask
-
-
 hf.AttentionInterface.register(NAME, attention_forward)
 hf.AttentionMaskInterface.register(NAME, padding_mask)
 
@@ -158,81 +213,6 @@ def linear_layers(model: hf.PreTrainedModel) -> dict[int, LinearizedAttention]:
 def new_parameters(model: hf.PreTrainedModel) -> dict[str, nn.Parameter]:
     """Everything that is trained, under the names of the adapter file."""
     return {f"layers.{i}.{n}": p for i, m in linear_layers(model).items() for n, p in m.named_parameters()}
-
-
-class MemoryCacheLayer(hf.cache_utils.CacheLayerMixin):
-    """A linearized layer's place in transformers' cache: one `State` a row, and nothing that grows."""
-
-    is_compileable = is_croppable = is_sliding = supports_early_init = False
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.seen = [], 0
-
-    def update(self, key, value, *args, kwargs=None, **_):
-        """Called before attention: keeps nothing, and hands itself on to `attention_forward`."""
-        self.seen, self.is_initialized, kwargs["memory"] = self.seen + key.shape[-2], True, self
-        return key, value
-
-    def get_seq_length(self) -> int:
-        return self.seen  # columns, padding included: masks and positions count them
-
-    def reorder_cache(self, beams: Tensor) -> None:
-        self.rows = [self.rows[i] for i in torch.arange(len(self.rows))[beams.cpu()].tolist()]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.rows = [row for row in self.rows for _ in range(repeats)]
-
-    def crop(self, length: int) -> None:
-        raise ValueError("a memory cannot forget its last tokens: no assisted decoding, no cropped cache")
-
-    batch_select_indices, reset, get_max_length = reorder_cache, __init__, lambda self: -1
-    get_mask_sizes = lambda self, query_length: (self.seen + query_length, 0)  # noqa: E731
-    lazy_initialization = offload = prefetch = lambda self, *_: None
-
-
-def _keep_hidden(module, args, kwargs):
-    """Pre-hook: the gates read the layer's input, which the attention function is not given."""
-    if hasattr(module, "linear"):
-        module.linear.hidden = args[0] if args else kwargs["hidden_states"]
-
-
-def _prepare_inputs(module, args, kwargs):
-    """Pre-hook on the base model: constant-size cache layers for empty ones, positions from the mask."""
-    if module.config._attn_implementation != NAME:
-        return  # the model is its own teacher now
-    cache = kwargs.pop("cache", kwargs.pop("past_key_values", None))  # the new and the old name
-    position, mask, use = (kwargs.get(name) for name in ("position_ids", "attention_mask", "use_cache"))
-    if isinstance(mask, dict):  # one a kind of layer; ours are all the same
-        mask = next((x for x in mask.values() if x is not None), None)
-    mask = mask if mask is not None and mask.dim() == 2 else None
-    if use is None:  # in training a carried state would only hold on to the graph
-        use = kwargs["use_cache"] = module.config.use_cache and not torch.is_grad_enabled()
-    ours = cache is not None and any(isinstance(x, MemoryCacheLayer) for x in cache.layers)
-    if not ours and (use or cache is not None) and linear_layers(module):
-        if cache is not None and cache.get_seq_length():
-            raise ValueError("past_key_values hold keys of another model: start from an empty cache")
-        fresh = hf.DynamicCache(config=module.config)  # layers that keep softmax keep their kind of cache
-        for i in linear_layers(module):
-            fresh.layers[i] = MemoryCacheLayer()
-        if type(cache) is hf.DynamicCache:  # the caller's own object, to be used again in the next turn
-            cache.layers, cache.layer_class_to_replicate = fresh.layers, None
-        else:
-            cache = fresh
-    if cache is not None:
-        kwargs["cache"] = cache
-    if position is not None and position.shape[-1] > 1:
-        restart = position[..., 1:] <= position[..., :-1]
-        if mask is not None:  # positions of padding mean nothing
-            real = mask[:, -position.shape[-1] :].bool()
-            restart = restart & real[:, :-1] & real[:, 1:]
-        if bool(restart.any()):
-            raise ValueError("position_ids restart within a row: packed documents need rows of their own")
-    elif position is None and mask is not None:
-        # HAZARD: softmax does not mind a shift of RoPE, but phi(q) and phi(k) do.
-        new = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-        kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
-    return args, kwargs
 
 
 def new_layer(model: hf.PreTrainedModel, module: nn.Module, config: LinearizeConfig) -> LinearizedAttention:
@@ -277,8 +257,8 @@ def linearize(
         torch.manual_seed(seed)
         for n, m in enumerate(modules[i] for i in sorted(chosen)):
             m.linear = new_layer(model, m, config.of_layer(n))
-            m.register_forward_pre_hook(_keep_hidden, with_kwargs=True)
-    model.base_model.register_forward_pre_hook(_prepare_inputs, with_kwargs=True)
+            m.register_forward_pre_hook(keep_hidden, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(prepare_inputs, with_kwargs=True)
     model.set_attn_implementation(NAME)
     return model
 
@@ -288,7 +268,7 @@ def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
     model.set_attn_implementation(model.controller.teacher_attention)
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if hook in (_keep_hidden, _prepare_inputs):
+            if hook in (keep_hidden, prepare_inputs):
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
         if isinstance(getattr(module, "linear", None), LinearizedAttention):
             del module.linear

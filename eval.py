@@ -37,7 +37,7 @@ from tqdm.auto import tqdm
 import distill
 from distill import TrainConfig, UserError, attention_modules, head_shape, linear_layers
 from interventions import ASK_THE_MEMORY, OFF, ROUTERS, LinearizeConfig, LinearizedAttention, Pool, State
-from linear_attn import lookup, register
+from linear_attn import register
 
 # isort: split
 # tests/, where command lines live, is on the path since distill was imported
@@ -356,66 +356,17 @@ def train(args: argparse.Namespace) -> None:
     report(bench, out / "results.json", before)
 
 
-def generate(args: argparse.Namespace) -> None:
-    """`python distill.py generate`: stream text in constant memory, then say what it took."""
-    if not args.adapter:
-        raise UserError("generate needs --adapter DIR (python distill.py makes one)")
-    model, tokenizer = distill.load_teacher(args.model, args.dtype or "auto", args.device or "auto")
-    distill.load_linearized(model, args.adapter)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    if not prompt.strip():
-        raise UserError("the prompt is empty")
-    ids = tokenizer(prompt, return_tensors="pt", verbose=False).to(model.device)
-    cache, hot, start = distill.hf.DynamicCache(), args.temperature > 0, time.time()
-    torch.manual_seed(args.seed or 0)
-    out = model.generate(
-        **ids, cache=cache, max_new_tokens=args.max_new_tokens, prefill_chunk_size=1024,
-        do_sample=hot, temperature=args.temperature if hot else None,
-        streamer=distill.hf.TextStreamer(tokenizer, skip_prompt=True),
-    )  # fmt: skip
-    new, pairs = out.shape[1] - ids["input_ids"].shape[1], model.linearize_config.exact_pairs
-    size = sum(row.nbytes() for layer in cache.layers for row in getattr(layer, "rows", ()))
-    said = f"{out.shape[1]} tokens of context, at most {pairs} exact pairs a query, state {size:,} bytes"
-    rate = f"{new} new tokens, {new / (time.time() - start):.1f} a second with the prompt"
-    print(f"\n{said}; {rate}", file=sys.stderr)
-
-
-def evaluate(args: argparse.Namespace) -> None:
-    """`python eval.py`: a saved adapter, or an ablation, on the tasks named."""
-    config, train = configs_from(args)
-    tasks = tuple(args.tasks.split(","))
-    for name in tasks:
-        lookup(TASKS, name, "task")
-    check_writable(Path(args.json).resolve().parent)
-    if not args.adapter and tasks != ("ablation",):
-        raise UserError("every task but ablation needs --adapter DIR (python distill.py makes one)")
-    model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device, train.device_map)
-    data = load_data(tokenizer, train)
-    if args.adapter:
-        load_adapter(model, args)
-    else:
-        distill.linearize(model, config, train.layers or None, train.seed)
-    add_controls(model)
-    modes, kinds = model.controller.variants, tuple(args.kinds.split(","))
-    rows = tuple(dict.fromkeys(["teacher", *(args.rows.split(",") if args.rows else modes)]))
-    for row in rows[1:]:
-        name, _, budget = row.partition("@")
-        mode = lookup(modes, name, "row")
-        if "@" in row:
-            modes[row] = at_budget(model.linearize_config, mode, int(budget))
-    for kind in kinds:
-        lookup(dict.fromkeys(KINDS), kind, "kind")
-    bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada, args.plot)
-    report(bench, Path(args.json), distill.fingerprint(model), tasks)
-
-
 def distill_main(argv: list[str] | None = None) -> int:
+    from commands import generate
     from scaling import plan
+
     with torchrun():
         return command_line(dict(train=train, generate=generate, plan=plan), distill_options, argv)
 
 
 def main(argv: list[str] | None = None) -> int:
+    from commands import evaluate
+
     return command_line(dict(evaluate=evaluate), eval_options, argv)
 
 

@@ -19,7 +19,6 @@ layer is the teacher's, to rounding. A router by content replaces "the newest" b
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from kernels import linear_attention
 
 from linear_attn import (  # isort: skip
-    FEATURES, RULES, attend, exact_attention, full_attention, joined, key_moments, option, register,
+    FEATURES, RULES, attend, exact_attention, joined, key_moments, option, register,
     running_moments, take, validate, working_dtype
 )
 
@@ -477,90 +476,6 @@ class LinearizedAttention(nn.Module):
         if other.config.merge == "off":
             other.merge, other.rule, other.conv_q = MERGES["off"](self.heads, self.key_dim), None, None
         return other
-
-# ----------------------------------------------------------------------------- what transformers calls
-
-@dataclass
-class Controller:
-    """One per model, shared by its layers: what attention answers right now.
-
-    mode: a name in `variants`, the changes of config: "linear" none, "off" no memory, further controls from
-    eval. Or "probe": what the teacher answers, so that every layer sees the teacher's inputs, and
-    probe(module, teacher, student) is called: student(layer) is what a layer answers to the same inputs.
-    """
-
-    teacher_attention: str
-    mode: str = "linear"
-    probe: Callable | None = None
-    variants: dict[str, dict] = dataclasses.field(default_factory=lambda: dict(linear={}, off=dict(OFF)))
-
-    @contextlib.contextmanager
-    def switch(self, mode: str, probe: Callable | None = None):
-        before, (self.mode, self.probe) = (self.mode, self.probe), (mode, probe)
-        try:
-            yield
-        finally:
-            self.mode, self.probe = before
-
-
-def attention_forward(module, query, key, value, mask, scaling=None, softcap=None, memory=None, **options):
-    """What transformers calls instead of softmax: q, k, v (B,H,T,K) after RoPE in, (B,T,H,V) out.
-
-    memory: where the states of the rows are kept between calls (distill.MemoryCacheLayer), or None."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    (B, T), scale, own_window = q.shape[:2], scaling or q.shape[-1] ** -0.5, options.get("sliding_window")
-    layer = getattr(module, "linear", None)
-    if mask is not None and mask.dim() != 2:
-        raise ValueError("a linearized model takes a 2-D padding mask (batch, tokens) and no other mask")
-    if options.get("s_aux") is not None or options.get("position_bias") is not None:
-        raise ValueError(f"layer {module.layer_idx} has sink logits or a position bias")
-    if layer is None:
-        return full_attention(q, k, v, mask, scale, softcap, own_window), None
-    if own_window is not None and own_window < (T if memory is None else memory.get_seq_length()):
-        raise ValueError(f"layer {module.layer_idx} has its own sliding window of {own_window} tokens")
-    if k.shape[1] != T:
-        raise ValueError("a linearized layer was given past keys: pass past_key_values of the model itself")
-    hidden, layer.hidden = layer.hidden, None  # kept longer, it would hold on to the graph
-    if layer.controller.mode == "probe":
-        if mask is not None:
-            raise ValueError("layers are compared on sequences without padding")
-        out = full_attention(q, k, v, None, scale, softcap)
-        layer.controller.probe(module, out, lambda other: other(q, k, v, hidden, scale, softcap))
-        return out, None
-    changes, x = layer.controller.variants[layer.controller.mode], (q, k, v, hidden)
-    layer = layer.variant(**changes) if changes else layer
-    if mask is None:
-        return by_rows(layer, x, [T] * B, memory, scale, softcap), None
-    # Real tokens first in each row: left, right and middle padding become trailing tokens, never read.
-    real = mask[:, -T:].bool()
-    order = (~real).int().argsort(dim=1, stable=True)
-    x = [y.gather(1, order.view(B, T, *(1,) * (y.dim() - 2)).expand_as(y)) for y in x]
-    out = by_rows(layer, x, real.sum(1).tolist(), memory, scale, softcap)
-    out = torch.zeros_like(out).scatter(1, order[:, :, None, None].expand_as(out), out)
-    return out * real[:, :, None, None].to(out.dtype), None
-
-
-def by_rows(layer, x, lengths: list[int], memory, scale: float, softcap: float | None) -> Tensor:
-    """All rows at once, or with a `memory` those together that are in step: equally far, equally long."""
-    if memory is None:
-        return layer(*x, scale, softcap)
-    alike: dict[tuple[int, int], list[int]] = {}
-    memory.rows = memory.rows or [State() for _ in lengths]
-    for b, row in enumerate(memory.rows):
-        alike.setdefault((row.count, lengths[b]), []).append(b)
-    if list(alike.values()) == [list(range(len(lengths)))] and lengths[0] == x[0].shape[1]:  # no copies
-        state = State.join(memory.rows)
-        out = layer(*x, scale, softcap, state)
-        memory.rows = [state.row(b) for b in range(len(lengths))]
-        return out
-    out = x[2].new_zeros(*x[0].shape[:3], x[2].shape[-1])
-    for (_, length), rows in alike.items():
-        if length:
-            state = State.join([memory.rows[b] for b in rows])
-            out[rows, :length] = layer(*(y[rows, :length] for y in x), scale, softcap, state)
-            for i, b in enumerate(rows):
-                memory.rows[b] = state.row(i)
-    return out
 
 
 if __name__ == "__main__":
