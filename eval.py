@@ -128,32 +128,48 @@ def layer_bytes(layer: LinearizedAttention, length: int, dtype: torch.dtype) -> 
     return state.nbytes()
 
 
-def at_budget(config: LinearizeConfig, mode: dict, budget: int) -> dict:
-    """A row's changes with another budget, a mean over layers; "bytes" keeps its lead."""
-    mean = config.reach - config.window
-    budget += config.changed(**mode).reach - config.window - mean
-    shared_out = config.budgets and "budget" not in mode
+def further_pairs(model, budget: int) -> int:
+    """How many more exact pairs the bytes of a layer's memory buy at this budget. The memory's bytes are more
+    than its state: tokens that may be written later wait with their gates."""
+    c, layer = model.linearize_config, next(iter(linear_layers(model).values()))
+    at = dict(budget=budget)
+    one = dict(window=c.window + 1) if c.router == "recency" else dict(budget=budget + 1)
+    changes = at, at | without_memory(c), at | without_memory(c) | one
+    own, less, plus_one = (layer_bytes(layer.variant(**x), 10**6, model.dtype) for x in changes)
+    return math.ceil((own - less) / (plus_one - less))
+
+
+def without_memory(c: LinearizeConfig) -> dict:
+    """The exact part alone, with the router nearest to c's that does not ask a memory."""
+    return dict(merge="off", router=ASK_THE_MEMORY.get(c.router, c.router))
+
+
+def at_budget(model, name: str, budget: int) -> dict:
+    """A row's changes with another budget, a mean over layers; "bytes" has the more that it buys there."""
+    c, mode = model.linearize_config, model.controller.variants[name]
+    mean = c.reach - c.window
+    if name == "bytes" and c.router == "recency":
+        return mode | dict(budget=budget, window=c.window + further_pairs(model, budget))
+    budget += further_pairs(model, budget) if name == "bytes" else 0
+    shared_out = c.budgets and "budget" not in mode
     return mode | (dict(stretch=budget / max(mean, 1)) if shared_out else dict(budget=budget))
 
 
 def add_controls(model) -> None:
-    """Variants beside "linear" and "off": "mass", the exact part alone, by attention received;
-    "bytes", as well as can be without a memory, in its bytes; "random", the memory and a router that does not
-    look. If layers have budgets of their own: "off" is even, "recent" the newest in those numbers."""
+    """Variants beside "linear" and "off". If layers have budgets of their own, "off" is even.
+
+    mass      the exact part alone, as many pairs by attention received
+    bytes     the exact part as well as can be without a memory, in the memory's bytes
+    random    the memory and a router that does not look
+    recent    the newest in the layers' own numbers, if they have any
+    """
     c, modes = model.linearize_config, model.controller.variants
-    layer, mean = next(iter(linear_layers(model).values())), c.reach - c.window
-    content = c.router != "recency"
-    blind = dict(merge="off", router=ASK_THE_MEMORY.get(c.router, c.router))
-    if content:
+    mean = c.reach - c.window
+    if c.router != "recency":
         modes |= {"mass": dict(merge="off", router="mass"), "random": dict(router="random")}
-    if layer.rule is not None:
-        at = dict(budget=mean)  # not the first layer's: tokens wait with their gates, at a cost
-        one = dict(budget=mean + 1) if content else dict(window=c.window + 1)
-        changes = at, at | blind, at | blind | one
-        own, less, plus_one = (layer_bytes(layer.variant(**x), 10**6, model.dtype) for x in changes)
-        more = math.ceil((own - less) / (plus_one - less))
-        wider = blind | dict(window=c.window + more)
-        modes["bytes"] = at_budget(c, blind, mean + more) if content else wider
+    if next(iter(linear_layers(model).values())).rule is not None:
+        modes["bytes"] = without_memory(c)
+        modes["bytes"] = at_budget(model, "bytes", mean)
     modes |= dict(off=OFF | dict(budget=mean, budgets=()), recent=dict(OFF)) if c.budgets else {}
 
 
@@ -187,8 +203,7 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
         drawn = logits.detach().flatten(0, 1).softmax(-1).multinomial(1).view(*ids.shape, 1)
         log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
         gradients = iter(torch.autograd.grad(log_p.sum(), answers))
-    router = model.linearize_config.router
-    blind, cost = dict(merge="off", router=ASK_THE_MEMORY.get(router, router)), []
+    blind, cost = without_memory(model.linearize_config), []
 
     def probe(module, teacher, student):
         g, answers = next(gradients), (student(module.linear.variant(**blind, budget=b)) for b in budgets)

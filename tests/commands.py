@@ -63,9 +63,9 @@ def evaluate(args: argparse.Namespace) -> None:
     rows = tuple(dict.fromkeys(["teacher", *(args.rows.split(",") if args.rows else modes)]))
     for row in rows[1:]:
         name, _, budget = row.partition("@")
-        mode = lookup(modes, name, "row")
+        lookup(modes, name, "row")
         if "@" in row:
-            modes[row] = at_budget(model.linearize_config, mode, int(budget))
+            modes[row] = at_budget(model, name, int(budget))
     for kind in kinds:
         lookup(dict.fromkeys(KINDS), kind, "kind")
     bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada, args.plot)

@@ -479,8 +479,8 @@ def test_a_row_at_another_budget_has_that_many_pairs_and_bytes_its_lead(budgets)
     modes = model.controller.variants
     lead = config.changed(**modes["bytes"]).exact_pairs - config.exact_pairs
     for name in modes:
-        changed = config.changed(**evaluation.at_budget(config, modes[name], 16))
-        want = 28 + (lead if name == "bytes" else 0)
+        changed = config.changed(**evaluation.at_budget(model, name, 16))
+        want = 28 + (evaluation.further_pairs(model, 16) if name == "bytes" else 0)
         assert want <= changed.exact_pairs <= want + bool(budgets), name  # a share is rounded up
     size = evaluation.state_bytes(model, 200)
     assert lead > 4 and size["bytes"] >= size["linear"]
