@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-from files import UserError, brief, digest, read_checked, team, write_atomically, write_checked
+from files import UserError, brief, digest, team, write_atomically  # noqa: F401
 
 from interventions import OFF, LinearizeConfig, LinearizedAttention
 from linear_attn import full_attention, option, register, validate
@@ -434,84 +434,11 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
         bar.close()
     return records
 
-# ----------------------------------------------------------------------------- files: adapters and progress
 
-def save_adapter(model: hf.PreTrainedModel, folder: Path | str, train: TrainConfig | None = None) -> None:
-    """adapter_model.safetensors + adapter_config.json, the layout people know from peft.
-
-    The first file is complete, and renamed into place: kill -9 at any moment leaves the old adapter or the
-    new one. The second is a copy of its settings for readers (and for the hub); nothing reads it back.
-    """
-    about = dict(base_model=model.config._name_or_path, model_type=model.config.model_type,
-                 layers=sorted(linear_layers(model)), linearize=dataclasses.asdict(model.linearize_config),
-                 train=train and dataclasses.asdict(train))  # fmt: skip
-    copy, about["weights"] = json.dumps(about, indent=1), model.some_weights
-    write_checked(Path(folder, "adapter_model.safetensors"), new_parameters(model), about)
-    write_atomically(Path(folder, "adapter_config.json"), lambda p: p.write_text(copy))
-
-
-def load_linearized(model: hf.PreTrainedModel | str, folder: Path | str) -> hf.PreTrainedModel:
-    """Linearize `model`, or the teacher of that name, as the folder says; its new parameters bit for bit.
-
-    UserError, one line: no adapter, a damaged one, another version, another base model."""
-    path = Path(folder, "adapter_model.safetensors")
-    tensors, about = read_checked(path, f"{folder} holds no adapter this code can read")
-    config = LinearizeConfig(**about["linearize"])
-    model = load_teacher(model)[0] if isinstance(model, str) else model
-    kind, was = model.config.model_type, f"{folder} was trained on {about['base_model'] or 'another model'}"
-    if about["model_type"] != kind:
-        raise UserError(f"{was}, a {about['model_type']} model; this one is {kind}")
-    then, now = torch.tensor(about["weights"]), torch.tensor(some_weights(model))
-    # 16 bits of precision move a weight by 0.1 % (rms of bfloat16's rounding); another model moves all of it
-    if len(now) == len(then) and (then - now).nan_to_num(0.0).norm() > 0.01 * then.nan_to_num(0.0).norm():
-        raise UserError(f"{was}; the weights of {model.config._name_or_path or 'this model'} are others")
-    linearize(model, config, about["layers"])
-    set_parameters(model, tensors, folder)
-    model.trained = about["train"]
-    return model
-
-
-def set_parameters(model: hf.PreTrainedModel, tensors: dict[str, Tensor], folder: Path) -> None:
-    own = new_parameters(model)
-    if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
-        raise UserError(f"{folder} does not fit this model: other parameter names or shapes")
-    with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(tensors[name])
-
-
-def settings_of(model: hf.PreTrainedModel, train: TrainConfig) -> dict:
-    """What must be equal for a run to go on, as JSON has it."""
-    settings = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
-    settings = {k: v for k, v in settings.items() if k not in ("eval_tokens", "save_every")}
-    return json.loads(json.dumps(settings))
-
-
-def save_progress(model, optimizer, train: TrainConfig, out: Path, records: list[dict]) -> None:
-    """All that --resume needs in one file: its parts cannot disagree. Then metrics and the adapter."""
-    state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
-    about = dict(settings=settings_of(model, train), records=records)
-    write_checked(out / "progress.safetensors", state | new_parameters(model), about)
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    write_atomically(out / "metrics.jsonl", lambda p: p.write_text(lines))
-    save_adapter(model, out, train)
-
-
-def load_progress(model, optimizer, train: TrainConfig, out: Path) -> list[dict]:
-    """Set model and optimizer as they were; return the records of the steps done."""
-    state, about = read_checked(out / "progress.safetensors", f"nothing to resume in {out}")
-    now, then = settings_of(model, train), about["settings"]
-    if changed := sorted(k for k in now if then.get(k) != now[k]):
-        raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
-    set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)
-    numbers = {int(key.rsplit(".", 1)[1]) for key in state}
-    moments = {i: {k.split(".")[0]: x for k, x in state.items() if k.endswith(f".{i}")} for i in numbers}
-    optimizer.load_state_dict(dict(optimizer.state_dict(), state=moments))
-    return about["records"]
-
+sys.modules.setdefault("distill", sys.modules[__name__])  # run as a script, this is the only copy
+from adapters import load_linearized, load_progress, save_adapter, save_progress  # noqa: E402, F401
 
 if __name__ == "__main__":
-    sys.modules["distill"] = sys.modules["__main__"]  # eval imports distill: this module, not a second copy
     from eval import distill_main
 
     sys.exit(distill_main())

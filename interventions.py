@@ -335,10 +335,14 @@ class LinearizedAttention(nn.Module):
         k, v = tokens.get("k_memory", tokens["k"]), tokens.get("v_memory", tokens["v"])
         return self.rule.writes(tokens["code"], k, v)
 
-    def answer(self, o_bthv: Tensor, moments: dict[str, Tensor]) -> Tensor:
-        """The memory's read from o = S^T q. A merge with moments wants an average of values, not a sum."""
-        read, average = self.rule.read(o_bthv), self.rule.sums and self.merge.uses_moments
-        return read / moments["count"][..., None, None] if average else read
+    def answer(self, out, lse, first: int, q_bthk, o_bthv, moments: dict, scale: float) -> Tensor:
+        """One answer of two: queries from `first` on have a memory, which says o = S^T q; before it the exact
+        part is the teacher's answer. A merge with moments wants an average of values, not a sum."""
+        read = self.rule.read(o_bthv)
+        if self.rule.sums and self.merge.uses_moments:
+            read = read / moments["count"][..., None, None]
+        merged = self.merge(out[:, first:], lse[:, first:], read, q_bthk[:, first:], moments, scale)
+        return joined([out[:, :first], merged] if first else [merged])
 
     def shifted(self, q_bthk, q_memory, bank, rest: dict, n: int, scale: float, softcap: float | None):
         """Recency, in one call: (6) for the last T of the bank's N tokens, (7) for those that leave.
@@ -348,13 +352,12 @@ class LinearizedAttention(nn.Module):
         out, lse = exact_attention(q_bthk, bank["k"], bank["v"], c.sinks, c.reach, scale, softcap)
         first = max(c.exact_pairs - (N - T), 0)  # the first query with a memory; before it, the teacher
         if self.rule is not None and first < T:
-            left, q = {name: x[:, c.sinks : N - c.reach] for name, x in bank.items()}, q_bthk[:, first:]
+            left = {name: x[:, c.sinks : N - c.reach] for name, x in bank.items()}
             q_in, writes = self.rule.queries(q_memory[:, first:]), self.writes(left)
             o, rest["S"] = linear_attention(q_in, *writes, rest["S"], chunk=c.chunk, impl=c.impl)
             moments, sums = running_moments(left["k"], n - (N - T), tuple(rest[name] for name in SUMS))
             rest |= dict(zip(SUMS, sums))
-            merged = self.merge(out[:, first:], lse[:, first:], self.answer(o, moments), q, moments, scale)
-            out = joined([out[:, :first], merged] if first else [merged])
+            out = self.answer(out, lse, first, q_bthk, o, moments, scale)
         if N > c.exact_pairs:
             bank = {name: torch.cat([x[:, : c.sinks], x[:, N - c.reach :]], 1) for name, x in bank.items()}
         return out, bank
@@ -413,31 +416,30 @@ class LinearizedAttention(nn.Module):
             t = end
         out, lse = (joined(x) for x in zip(*parts))
         if pasts:
-            q, since, (states, *sums) = q_bthk[:, first:], n + first, zip(*pasts)
-            total, square, known = (joined(x) for x in sums)
-            if len(states) > 1:  # to every query its block's
-                block = torch.arange(since, n + T, device=q.device) // c.block - since // c.block
-                total, square, known = (x[:, block] for x in (total, square, known))
-            moments = key_moments(known, rest["origin"], total, square)
-            read = self.answer(self.ask(q_memory[:, first:], states, since), moments)
-            merged = self.merge(out[:, first:], lse[:, first:], read, q, moments, scale)
-            out = joined([out[:, :first], merged] if first else [merged])
+            o, moments = self.ask(q_memory[:, first:], pasts, n + first, rest["origin"])
+            out = self.answer(out, lse, first, q_bthk, o, moments, scale)
         if n // c.block != t // c.block:  # tokens were evicted: keep the others
             kept = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, oldest(t) - gone :]], 1)
             bank = {name: take(x, kept) for name, x in bank.items()}
         return out, bank
 
-    def ask(self, q_memory: Tensor, states: list[Tensor], t: int) -> Tensor:
-        """o = S^T q of all blocks at once: queries from position t on, every block has its own state."""
+    def ask(self, q_memory: Tensor, pasts: list[tuple], t: int, origin: Tensor) -> tuple[Tensor, dict]:
+        """o = S^T q, and the moments, of all blocks at once: queries from position t on, and for each block
+        the past that it asks (S, sums of the moments, count)."""
         C, T, q = self.config.block, q_memory.shape[1], self.rule.queries(q_memory)
-        S_bngkv, before = torch.stack(states, 1), 0
+        (states, *sums), before = zip(*pasts), 0
+        S_bngkv, sums = torch.stack(states, 1), [joined(x) for x in sums]
         if len(states) > 1:
             before = t % C
             q = F.pad(q, (0, 0, 0, 0, before, -(t + T) % C))
+            block = torch.arange(t, t + T, device=q.device) // C - t // C
+            sums = [x[:, block] for x in sums]  # to every query its block's
+        total, square, known = sums
         q_bncgrk = q.unflatten(1, (len(states), -1)).unflatten(3, (S_bngkv.shape[2], -1))
         q_bngrck = q_bncgrk.permute(0, 1, 3, 4, 2, 5)
         o_bngrcv = (q_bngrck.flatten(3, 4) @ S_bngkv).unflatten(3, q_bngrck.shape[3:5])
-        return o_bngrcv.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, before : before + T]
+        o_bthv = o_bngrcv.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, before : before + T]
+        return o_bthv, key_moments(known, origin, total, square)
 
     @torch.no_grad()
     def choose(self, bank: dict, writes, pool: Tensor, rest: dict, count: int) -> tuple[Tensor, Tensor]:
