@@ -1,10 +1,16 @@
 """Measure what a linearized model has lost, and what its memory adds to the exact pairs it keeps anyway.
 
-What you will learn here: every figure stands beside its controls. "teacher" is the same frozen model with its
-own attention; "off" has as many exact pairs, the newest, and no memory; "bytes" spends the memory's bytes on
-further exact pairs; "random" has the memory and a router that does not look. A design counts as better only
-if it beats "off" *and* "bytes" (arXiv 2608.28444 found the off row above published linearizations). And how
-to find out which layers need their exact pairs before anything is trained: `measure_budgets`.
+What you will learn here
+    1. Controls. Every figure stands beside those that could explain it away (`add_controls`). "teacher" is
+       the same frozen model with its own attention; "off" has as many exact pairs, the newest, and no memory;
+       "bytes" spends the memory's bytes on further exact pairs; "random" has the memory and a router that
+       does not look. A design counts as better only if it beats "off" *and* "bytes": arXiv 2608.28444 found
+       the off row above published linearizations.
+    2. Paired differences. All rows see the same sequences, and what is compared is the difference sequence by
+       sequence, with its standard error: texts differ far more among each other than designs do.
+    3. Which layers need their exact pairs, before anything is trained (`measure_budgets`, equation (24)).
+    4. What `python distill.py` does from beginning to end (`train`).
+Skip `layer_bytes`, `further_pairs` and `at_budget` on a first reading: they count bytes.
 
     python eval.py --adapter out --tasks ppl,layers,retrieval,mmlu,lambada       (tests/benchmarks.py)
     python eval.py --model M --tasks ablation --layers 0 5        which part does how much, as markdown
@@ -17,20 +23,14 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import json
 import math
-import os
-import platform
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import hf_hub_download
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -42,17 +42,25 @@ from linear_attn import register
 # isort: split
 # tests/, where command lines live, is on the path since distill was imported
 from explain import explain
-from files import peak_memory
 from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
 from processes import spread, torchrun
+from report import mean_and_error, paired, report, text_table  # noqa: F401
+from texts import read_texts
 
+# A task is a function of a Bench that returns (raw figures, a table of them). Add one with
+# @register(TASKS, "name"); most live in tests/benchmarks.py.
 TASKS: dict[str, Callable[[Bench], tuple[dict, str]]] = {}
 KINDS = ("passkey", "prose", "uuid", "multikey", "multiquery", "multivalue", "tracking")  # of retrieval
 
 
+# ----------------------------------------------------------------------------- what is measured, and on what
+
 @dataclass
 class Bench:
-    """What a task is given. It returns its raw figures and a table of them."""
+    """What a task is given. It returns its raw figures and a table of them.
+
+    One model serves all rows: its controller says which of them it is (`row`).
+    """
 
     model: distill.hf.PreTrainedModel
     tokenizer: object
@@ -77,32 +85,18 @@ class Bench:
             yield self.model
 
 
-def read_texts(source: str) -> list[str]:
-    """The documents of a .json or .jsonl file, or any other file as one; also of owner/name:file, a file in a
-    dataset repository of the hub. "" is the help text that comes with every Python, 700 KB of English."""
-    if not source:
-        return ["\n".join(topics[key] for key in sorted(topics))]
-    path = Path(source)
-    try:
-        if not path.exists() and source.count(":") == 1 and "/" in source.split(":")[0]:
-            path = Path(hf_hub_download(*source.split(":"), repo_type="dataset"))
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return [row["text"] for row in json.loads(text)]
-        lines = [line for line in text.split("\n") if line.strip()] if path.suffix == ".jsonl" else []
-        return [json.loads(line)["text"] for line in lines] or [text]
-    except (KeyError, TypeError, json.JSONDecodeError):
-        raise UserError(f"{source}: want a list or lines of objects with a text field") from None
-    except Exception as error:  # no such file, not UTF-8, or one of the hub's dozen classes
-        raise UserError(f"cannot read {source}: {distill.brief(error)}") from None
-
-
 def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
-    """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training."""
+    """(training tokens, held-out sequences (N, seq_len)). Held-out text never enters training.
+
+    Without --eval-data the last tenth of every source is held out. Documents are joined, and sequences cut
+    from the whole: a linearized model has to carry on across what it happens to be given.
+    """
+    # Cut by characters before tokenizing: no token knows of text on the other side.
     texts, held = (["\n\n".join(read_texts(x)) for x in xs] for xs in (train.data or ("",), train.eval_data))
     if not held:
         cuts = [len(text) * 9 // 10 for text in texts]
         texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
+    # No special tokens: neither a BOS at the start of the text nor any within (README, Limits).
     encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False, return_tensors="pt")
     tokens, held_out = (encode("\n\n".join(part))["input_ids"][0] for part in (texts, held))
     if min(len(tokens), len(held_out)) < train.seq_len:
@@ -114,12 +108,18 @@ def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
 
 @register(ROUTERS, "random")
 def route_at_random(pool: Pool) -> Tensor:
-    """The control of every router: a hash of the position, so that a run can be repeated and split."""
+    """The control of every router: a hash of the position, so that a run can be repeated and split.
+
+    Not torch.rand: it would choose others when the same text comes in two pieces."""
     return (torch.sin(pool.position.double() * 12.9898) * 43758.5453).remainder(1)
 
 
 def layer_bytes(layer: LinearizedAttention, length: int, dtype: torch.dtype) -> int:
-    """Bytes of a layer's state after `length` tokens of one row, counted on tensors without storage."""
+    """Bytes of a layer's state after `length` tokens of one row, counted on tensors without storage.
+
+    Counted, not computed by a formula: what is kept is whatever the layer's own code puts into its `State`,
+    so that a student's rule or router pays for what it keeps without telling anyone.
+    """
     layer, state, c = copy.deepcopy(layer).to("meta"), State(), layer.config
     length = min(length, (c.exact_pairs // c.block + 2) * c.block - 1)  # the end of a block: the most it has
     heads = (layer.heads, layer.key_dim), (layer.kv_heads, layer.key_dim), (layer.kv_heads, layer.value_dim)
@@ -134,6 +134,7 @@ def further_pairs(model, budget: int) -> int:
     c, layer = model.linearize_config, next(iter(linear_layers(model).values()))
     at = dict(budget=budget)
     one = dict(window=c.window + 1) if c.router == "recency" else dict(budget=budget + 1)
+    # With the memory, without it, and without it but one pair more: the last difference is a pair's price.
     changes = at, at | without_memory(c), at | without_memory(c) | one
     own, less, plus_one = (layer_bytes(layer.variant(**x), 10**6, model.dtype) for x in changes)
     return math.ceil((own - less) / (plus_one - less))
@@ -147,7 +148,7 @@ def without_memory(c: LinearizeConfig) -> dict:
 def at_budget(model, name: str, budget: int) -> dict:
     """A row's changes with another budget, a mean over layers; "bytes" has the more that it buys there."""
     c, mode = model.linearize_config, model.controller.variants[name]
-    mean = c.reach - c.window
+    mean = c.reach - c.window  # pairs a layer beyond the window, on average
     if name == "bytes" and c.router == "recency":
         return mode | dict(budget=budget, window=c.window + further_pairs(model, budget))
     budget += further_pairs(model, budget) if name == "bytes" else 0
@@ -163,6 +164,7 @@ def add_controls(model) -> None:
     random    the memory and a router that does not look
     recent    the newest in the layers' own numbers, if they have any
     """
+    # A control changes as little as it can, so that a difference has one reason.
     c, modes = model.linearize_config, model.controller.variants
     mean = c.reach - c.window
     if c.router != "recency":
@@ -174,7 +176,9 @@ def add_controls(model) -> None:
 
 
 def state_bytes(model, length: int) -> dict[str, int]:
-    """Bytes that one sequence of `length` tokens keeps: the teacher's cache, then each variant's state."""
+    """Bytes that one sequence of `length` tokens keeps: the teacher's cache, then each variant's state.
+
+    Layers that keep softmax (--keep, --layers) count with their cache in every row."""
     modes, total = model.controller.variants, dict.fromkeys(("teacher", *model.controller.variants), 0)
     size = functools.cache(lambda row, *_: layer_bytes(layer.variant(**modes[row]), length, model.dtype))
     for module in attention_modules(model):
@@ -185,6 +189,9 @@ def state_bytes(model, length: int) -> dict[str, int]:
     return total
 
 # ----------------------------------------------------------------------------- which layers need their pairs
+# Layers are unlike: in some every query looks at its neighbours, in others at a token 800 positions back. The
+# same number of exact pairs for all wastes them on the former. But a layer's own error does not say how much
+# the model suffers from it. Equation (24) does, to second order, before a single parameter is trained.
 
 def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Sequence[int]) -> Tensor:
     """What each layer's exact pairs are worth: (layers, budgets), in nats of KL(teacher || model) a token.
@@ -192,21 +199,28 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
     A layer whose answer is off by d moves the model's distribution by KL ~ d^T F d / 2, where F = E[g g^T] is
     the Fisher information, and g the gradient of log p(y) to that answer for labels y that the teacher draws.
     Between tokens F is taken as block-diagonal:
-        (10)  KL ~ 1/2 sum_t (g_t . d_t)^2
+        (24)  KL ~ 1/2 sum_t (g_t . d_t)^2
     One backward pass through the teacher gives every layer's g, one probe every d, of the exact part alone.
+
+    budgets: what to try in every layer. HAZARD: the labels have to be drawn from the teacher. With the text's
+    own next tokens g would be the gradient of its surprise, which is large where the teacher is wrong.
     """
     answers: list[Tensor] = []
     embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
+    # Nothing of the teacher requires a gradient, so its input has to, for autograd to reach the answers.
     keep = lambda module, teacher, student: answers.append(teacher)  # noqa: E731
     with torch.enable_grad(), model.controller.switch("probe", keep):
         logits = model(inputs_embeds=embedded, use_cache=False).logits.float()
         drawn = logits.detach().flatten(0, 1).softmax(-1).multinomial(1).view(*ids.shape, 1)
         log_p = logits.gather(-1, drawn) - logits.logsumexp(-1, keepdim=True)
+        # Of the sum over tokens: g_t holds what the answer at t does to all later labels as well.
         gradients = iter(torch.autograd.grad(log_p.sum(), answers))
+    # The exact part alone stands for the layer: there is no trained memory yet; an untrained one is noise.
     blind, cost = without_memory(model.linearize_config), []
 
     def probe(module, teacher, student):
         g, answers = next(gradients), (student(module.linear.variant(**blind, budget=b)) for b in budgets)
+        # (24), a token's error along its gradient; heads and channels of a layer are one answer
         off = [((x - teacher) * g).sum((2, 3)).float() for x in answers]
         cost.append([x.square().sum().item() / 2 / ids.numel() for x in off])
 
@@ -215,10 +229,11 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
 
 
 def share_out(cost: Tensor, budgets: Sequence[int], total: int) -> tuple[int, ...]:
-    """`total` pairs for the layers, to whom they are worth most. cost (layers, budgets): equation (10).
+    """`total` pairs for the layers, to whom they are worth most. cost (layers, budgets): equation (24).
 
     Greedy by gain a pair. Where the next step gains less than the one after it both count as one, which makes
     every layer's curve convex, and greedy optimal up to the last step."""
+    # A step (gain a pair, layer, pairs) leads from one budget to the best next one: the steepest way down.
     steps, given = [], [budgets[0]] * len(cost)
     for n, row in enumerate(cost.tolist()):
         at = 0
@@ -227,13 +242,20 @@ def share_out(cost: Tensor, budgets: Sequence[int], total: int) -> tuple[int, ..
             to = rest[gains.index(max(gains))]
             steps.append((max(gains), n, budgets[to] - budgets[at]))
             at = to
+    # All layers' steps together, best first, while there are pairs; a layer's own come in their order,
+    # because its curve is convex now.
     for _, n, pairs in sorted(steps, reverse=True):
         given[n] += min(pairs, total - sum(given))
     return tuple(given)
 
 
 def allocate_budgets(model, config: LinearizeConfig, tokens: Tensor, train: TrainConfig) -> None:
-    """Share out as many pairs as `budget` gives all layers, measured on some training sequences."""
+    """Share out as many pairs as `budget` gives all layers, measured on some training sequences.
+
+    The sequences are not those of training (another seed), and never held-out ones. What comes out is part of
+    the layers' config: it is saved with the adapter, and no parameter depends on it.
+    """
+    # From none to six times the mean: beyond that even the layers that want most gain little.
     n = train.allocate
     budgets = sorted({round(config.budget * x) for x in (0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6)})
     sequences = distill.batches(tokens, dataclasses.replace(train, batch=1, steps=n, seed=train.seed + 1))
@@ -249,10 +271,13 @@ def allocate_budgets(model, config: LinearizeConfig, tokens: Tensor, train: Trai
 def measure_text(bench: Bench) -> tuple[dict, str]:
     """Every row on (N, T) held-out tokens: per sequence, in nats a token, `nll` and `kl`, KL(teacher || row);
     `top1` is the share of positions with the teacher's most likely token."""
+    # KL rather than perplexity is the goal: a student may beat its teacher's perplexity by learning the style
+    # of the text, and no longer be that teacher.
     rows = {name: dict(nll=[], kl=[], top1=[]) for name in bench.rows}
     for ids in tqdm(bench.held_out, desc="ppl", leave=False, disable=None):
         ids, teacher = ids[None].to(bench.model.device), None
         for name, row in rows.items():
+            # Rows take turns sequence by sequence: only the teacher's logits have to be kept beside a row's.
             with bench.row(name) as model:
                 logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
             teacher, sums = logits if teacher is None else teacher, [0.0, 0.0, 0.0]
@@ -265,67 +290,21 @@ def measure_text(bench: Bench) -> tuple[dict, str]:
             for metric, total in zip(row.values(), sums):
                 metric.append(total / len(logits))
     T, variants = bench.held_out.shape[1], bench.model.controller.variants
+    # Pairs that a query can see at most; with fewer tokens than that, all of them.
     configs = {n: bench.model.linearize_config.changed(**variants[n]) for n in variants}
     pairs = {n: T if n == "teacher" else min(T, configs[n].exact_pairs) for n in rows}
     size = state_bytes(bench.model, T)
+    # What a row costs stands beside what it achieves.
     result = dict(rows=rows, bytes={n: size[n] for n in rows}, pairs=pairs, seq_len=T)
     return result, text_table(result)
-
-
-def text_table(result: dict) -> str:
-    """The rows; then what "linear" saves against every control, sequence by sequence."""
-    rows = result["rows"]
-    head = (f"T = {result['seq_len']}", "ppl", "nll ± s.e.", "KL ± s.e.", "top-1", "pairs", "bytes/seq")
-    lines = ["{:10s}{:>9s}{:>16s}{:>18s}{:>7s}{:>7s}{:>13s}".format(*head)]
-    for name, row in rows.items():
-        (nll, nll_se), (kl, kl_se), (top1, _) = (mean_and_error(row[m]) for m in ("nll", "kl", "top1"))
-        figures = f"{math.exp(nll):9.3f}{nll:8.4f} ±{nll_se:.4f} {kl:9.5f} ±{kl_se:.4f} {top1:6.3f}"
-        lines.append(f"{name:10s}{figures}{result['pairs'][name]:7d}{result['bytes'][name]:13,d}")
-    for name in rows:
-        if name not in ("teacher", "linear") and "linear" in rows:
-            line = f"linear saves on {name:8s}"
-            for metric in ("nll", "kl"):
-                (saved, error), gap = (paired(rows, metric, row, name) for row in ("linear", "teacher"))
-                part = f" ({saved / gap[0]:.0%} of its gap)" if gap[0] > 3 * gap[1] else ""
-                line += f" {metric} {saved:+.4f} ± {error:.4f}{part}"
-            lines.append(line)
-    return "\n".join(lines)
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean and its standard error (nan for a single value)."""
-    x = torch.tensor(values, dtype=torch.float64)
-    return x.mean().item(), (x.std() / len(x) ** 0.5).item() if len(x) > 1 else math.nan
-
-
-def paired(rows: dict, metric: str, row: str, control: str = "off") -> tuple[float, float]:
-    """Mean and standard error of what `row` saves of the control's metric, item by item."""
-    return mean_and_error([off - on for off, on in zip(rows[control][metric], rows[row][metric])])
-
-
-def report(bench: Bench, path: Path, fingerprint: str, tasks: tuple[str, ...] = ("ppl",)) -> None:
-    """Run the tasks, print their tables, write everything raw to `path` after each, beside what a figure
-    needs to be run again. `fingerprint`: of the backbone, from the caller, as hashing takes a while."""
-    model, train = bench.model, bench.train
-    result = dict(
-        command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%d"),
-        machine=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, {model.device}",
-        torch=torch.__version__, train=getattr(model, "trained", dataclasses.asdict(train)),
-        measured=dict(seq_len=train.seq_len, model=train.model, data=train.data, eval_data=train.eval_data),
-        linearize=dataclasses.asdict(model.linearize_config), variants=model.controller.variants,
-        new_parameters=sum(p.numel() for p in distill.new_parameters(model).values()),
-        fingerprint=fingerprint,
-    )  # fmt: skip
-    for name in tasks:
-        result[name], table = TASKS[name](bench)
-        result["peak_bytes"] = peak_memory(model.device)  # of the whole run, training included
-        print(table, flush=True)
-        distill.write_atomically(path, lambda p: p.write_text(json.dumps(result) + "\n"))
 
 # ----------------------------------------------------------------------------- the command lines
 
 def train(args: argparse.Namespace) -> None:
-    """`python distill.py`: freeze, replace, train, measure. With --explain it says what each step is for."""
+    """`python distill.py`: freeze, replace, train, measure. With --explain it says what each step is for.
+
+    The order matters: what can fail for a reason that the user can mend fails before an hour of training.
+    """
     (config, train), out = configs_from(args), Path(args.out)
     tell = functools.partial(explain, wanted=args.explain)
     check_writable(out)
@@ -337,7 +316,7 @@ def train(args: argparse.Namespace) -> None:
     tokens, held_out = load_data(tokenizer, train)
     print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
     tell("linearize")
-    if args.adapter:  # go on from there, with another loss for example
+    if args.adapter:  # go on from there, with another loss for example; its layers and shares come with it
         load_adapter(model, args)
     else:
         distill.linearize(model, config, train.layers or None, train.seed)
@@ -347,12 +326,15 @@ def train(args: argparse.Namespace) -> None:
             keep_softmax(model, tokens, train)
     if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
-    spread(model)  # over the processes of torchrun
+    spread(model)  # over the processes of torchrun; nothing happens without it
+    # The hash is taken after the swap and before training: of all of the backbone, of nothing that is new.
     before, config = distill.fingerprint(model), model.linearize_config
+    # Everything that will be trained, and the layers it is in.
     new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
     kept = " ".join(str(m.layer_idx) for m in attention_modules(model) if m.layer_idx not in layers)
     softmax = f"; softmax in {kept}" if kept else ""
     print(f"linearized  {len(layers)} layers, {new:,} new parameters ({new / frozen:.2%}){softmax}")
+    # Only now, because it looks at what the layers can do with the pairs that they will have.
     if args.adapter and args.allocate:  # measure anew, for longer sequences for example
         config = dataclasses.replace(config, budget=config.reach - config.window, budgets=())
     if (args.allocate if args.adapter else train.allocate) and config.budget and not config.budgets:
@@ -362,13 +344,14 @@ def train(args: argparse.Namespace) -> None:
     if train.steps and new:
         tell("train")
         distill.train_adapters(model, tokens, train, out, args.resume)
+    # Frozen is what the whole method promises, so it is checked and not assumed.
     if distill.fingerprint(model) != before:
         raise RuntimeError("a frozen weight has changed: a bug in this program")
     print(f"backbone    unchanged, bit for bit (sha256 {before[:16]}); results in {out}/\n")
-    tell("measure")
+    tell("measure")  # on held-out text, with every control there is
     add_controls(model)
     bench = Bench(model, tokenizer, tokens, held_out, train, ("teacher", *model.controller.variants))
-    report(bench, out / "results.json", before)
+    report(bench, out / "results.json", before, dict(ppl=measure_text))
 
 
 def distill_main(argv: list[str] | None = None) -> int:

@@ -6,15 +6,18 @@ What you will learn here: which tokens stay exact, where the others go, how the 
     3. fixed-budget routing  a fixed number of the others stays exact: the newest (a window) and `budget`
                              more that a router chooses, by recency or content (`ROUTERS`)
 `LinearizeConfig` says all of it, `LinearizedAttention` does it, a merge (`MERGES`) makes one answer of two.
-`State` is what a layer carries from one call to the next: generation in constant memory. Skip
-`LinearizedAttention.routed` on a first reading.
+`State` is what a layer carries from one call to the next: generation in constant memory. On a first reading
+take `shifted` for the layer's whole truth, and skip `routed`, `ask`, `choose` and `write`.
 
 Every token is at any time in exactly one place. With s sinks and the newest w exact, query t (from 0) sees
-    (6)  exact:   tokens 0..s-1  and  t-w+1..t          softmax as the frozen model computes it
-    (7)  memory:  tokens s..t-w                         the state of equation (1) of linear_attn.py
+    (20) exact:   tokens 0..s-1  and  t-w+1..t          softmax as the frozen model computes it
+    (21) memory:  tokens s..t-w                         the state of equation (1) of linear_attn.py
 Token t-w leaves the window at step t and is written to the memory in the same step: the memory's part is the
 unchanged recurrence on keys and values shifted by w, without the sinks. For T <= s + w it is empty, and the
 layer is the teacher's, to rounding. A router by content replaces "the newest" by its choice.
+
+The paper's symbols: s `sinks`, w `window`, I_t the tokens of (20), S_{s+1..t-w} the state of (21), whose
+indices it counts from 1. The merge `lse`, the routers and everything about budgets are not in the paper.
 """
 
 from __future__ import annotations
@@ -38,14 +41,21 @@ from linear_attn import (  # isort: skip
 
 MERGES: dict[str, type[nn.Module]] = {}
 ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
-ASK_THE_MEMORY = dict(error="value", mix="value")  # routers that need one: the nearest that does not
+# Routers that need a memory, and who stands in for them where there is none: in a control without a memory,
+# and before training, when layers are compared by their exact parts alone.
+ASK_THE_MEMORY = dict(error="value", mix="value")
 SUMS = ("origin", "total", "square")  # of the moments, in a state
 OFF = dict(merge="off", router="recency")  # the control of a memory: the same pairs without it
 
 
 @dataclass(frozen=True)
 class LinearizeConfig:
-    """Everything that decides what a linearized layer computes. Saved with the adapter."""
+    """Everything that decides what a linearized layer computes. Saved with the adapter.
+
+    Which tokens are exact is no parameter: the same adapter runs with another router, window or budget. Rule,
+    merge, features and convolutions are fixed by training. "best" in distill.PRESETS is what measured best;
+    the defaults here are its plain sister, recency.
+    """
 
     rule: str = option("gdn", "update rule of the memory", RULES)
     merge: str = option("lse", "how the exact part and the memory become one", MERGES)
@@ -72,6 +82,7 @@ class LinearizeConfig:
         object.__setattr__(self, "budgets", tuple(self.budgets))  # JSON has lists
         if any(b < 0 for b in self.budgets):
             raise ValueError(f"budgets must be at least 0, got {min(self.budgets)}")
+        # A block leaves the window as a whole: the window has to hold at least one, and whole ones.
         if self.router != "recency" and (self.window < self.block or self.window % self.block):
             want = f"window must be a multiple of block {self.block}, got {self.window}"
             raise ValueError(f"router {self.router}: {want}")
@@ -89,7 +100,9 @@ class LinearizeConfig:
         return self.sinks + self.reach
 
     def of_layer(self, n: int) -> LinearizeConfig:
-        """What the n-th linearized layer computes."""
+        """What the n-th linearized layer computes.
+
+        n counts linearized layers, not the model's: layers that keep softmax have no budget."""
         return dataclasses.replace(self, budget=self.budgets[n], budgets=()) if self.budgets else self
 
     def changed(self, stretch: float = 1.0, **changes) -> LinearizeConfig:
@@ -100,7 +113,9 @@ class LinearizeConfig:
 
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution: y_t = bias + sum_j weight_j * x_{t-width+1+j}, per head and channel.
+    """The second intervention: keys that have seen their neighbours tell repeated tokens apart.
+
+    Depthwise causal convolution: y_t = bias + sum_j weight_j * x_{t-width+1+j}, per head and channel.
 
     No activation. "identity" starts as y = x, so that an untrained convolution changes nothing; "default" is
     torch's initialisation of a Conv1d. A few shifted products: 4x faster on a CPU than a depthwise conv1d.
@@ -118,6 +133,7 @@ class ShortConv(nn.Module):
         """tail: the width-1 tokens before x (None: zeros)."""
         width, T = self.weight.shape[0], x_bthk.shape[1]
         x = x_bthk.to(working_dtype(x_bthk))
+        # A sequence's own start, or where the last call ended: pieces see the same neighbours as one pass.
         x = F.pad(x, (0, 0, 0, 0, width - 1, 0)) if tail_bthk is None else torch.cat([tail_bthk.to(x), x], 1)
         return sum((x[:, j : j + T] * self.weight[j].to(x) for j in range(width)), self.bias.to(x))
 
@@ -125,7 +141,11 @@ class ShortConv(nn.Module):
 
 @register(MERGES, "off")
 class MemoryOff(nn.Module):
-    """The control: sinks and window alone. A memory counts only for what it adds to this."""
+    """The control: sinks and window alone. A memory counts only for what it adds to this.
+
+    A merge gets the exact part's answer (B,T,H,V) and the log-sum-exp of its scores, the memory's read, the
+    queries, moments of the keys in the memory, and the model's scale; it returns the layer's answer.
+    uses_memory, uses_moments: what it looks at."""
 
     uses_memory, uses_moments = False, False
 
@@ -138,7 +158,10 @@ class MemoryOff(nn.Module):
 
 @register(MERGES, "sum")
 class SumMerge(MemoryOff):
-    """The paper's: y_t = q_t S_{s+1..t-w} + softmax_{I_t}. No mixing weight, no shared denominator."""
+    """The paper's: y_t = q_t S_{s+1..t-w} + softmax_{I_t}. No mixing weight, no shared denominator.
+
+    HAZARD: the exact part alone has all of softmax's mass already, so whatever the memory reads is too much
+    until it is trained to be small: its size at the start decides whether training begins far off."""
 
     uses_memory = True
 
@@ -151,11 +174,11 @@ class LseMerge(nn.Module):
     """Softmax over everything, with the memory standing for the tokens it absorbed.
 
     Exact for any split of the tokens into E and M:
-        (8)  softmax_all = m softmax_E + (1 - m) softmax_M,      m = sigmoid(lse_E - lse_M)
+        (22)  softmax_all = m softmax_E + (1 - m) softmax_M,      m = sigmoid(lse_E - lse_M)
     The memory's read stands for softmax_M. Its log-mass is that of n keys with mean mu and covariance
     Sigma; for Gaussian keys log sum exp(q.k/sqrt d) is the cumulant series log n + q.mu/sqrt d + q^T Sigma
     q/(2d) + ...:
-        (9)  lse_M(q) ~ log n + a1 q.mu/sqrt d + a2 q^T Sigma q/(2d) + u.q/sqrt d + c
+        (23) lse_M(q) ~ log n + a1 q.mu/sqrt d + a2 q^T Sigma q/(2d) + u.q/sqrt d + c
     with a1 = 1, a2 = 1/2, u = 0, c = 0 learned per query head, and a gain on the read, 1 at the start.
     While nothing is in the memory (n = 0) the layer does not ask the merge: m = 1.
     """
@@ -164,6 +187,7 @@ class LseMerge(nn.Module):
 
     def __init__(self, heads: int, key_dim: int):
         super().__init__()
+        # Few enough to print, and all at values under which (23) is the plain cumulant series.
         self.a1 = nn.Parameter(torch.ones(heads))
         self.a2 = nn.Parameter(torch.full((heads,), 0.5))
         self.u = nn.Parameter(torch.zeros(heads, key_dim))
@@ -171,7 +195,7 @@ class LseMerge(nn.Module):
         self.gain = nn.Parameter(torch.ones(heads))
 
     def log_mass(self, q_bthk: Tensor, moments: dict[str, Tensor], scale: float) -> Tensor:
-        """Equation (9), (B,T,H); `scale` is the model's 1/sqrt(d). mean and variance of a kv head's keys,
+        """Equation (23), (B,T,H); `scale` is the model's 1/sqrt(d). mean and variance of a kv head's keys,
         (B, T or 1, G, K), serve its R query heads."""
         mean_btg1k, variance_btg1k = (moments[name][..., None, :] for name in ("mean", "variance"))
         a1, a2, u = (x.unflatten(0, (mean_btg1k.shape[2], -1)) for x in (self.a1, self.a2, self.u))
@@ -198,13 +222,17 @@ class Pool:
 
 @register(ROUTERS, "recency")
 def route_by_recency(pool: Pool) -> Tensor:
-    """The newest. A router returns scores (B,P,G); the `budget` highest stay exact, the rest is written."""
+    """The newest. A router returns scores (B,P,G); the `budget` highest stay exact, the rest is written.
+
+    With it nothing has to be chosen at all: budget and window are one longer window (`shifted`)."""
     return pool.position.float()
 
 
 @register(ROUTERS, "mass")
 def route_by_mass(pool: Pool) -> Tensor:
-    """Who was attended to lately (H2O's heavy hitters, with decay)."""
+    """Who was attended to lately (H2O's heavy hitters, with decay).
+
+    Blind for what nobody has asked for yet: a pass key is first attended to when it is too late."""
     return pool.received
 
 
@@ -224,7 +252,7 @@ def route_by_error(pool: Pool) -> Tensor:
 
 @register(ROUTERS, "mix")
 def route_by_mix(pool: Pool) -> Tensor:
-    """Half the budget by recall error, the other half by value."""
+    """Half the budget by recall error, for what may be asked yet; half by value, for what is asked often."""
     order = route_by_error(pool).argsort(dim=1, descending=True, stable=True)
     return route_by_value(pool).scatter(1, order[:, : pool.budget // 2], torch.inf)
 
@@ -244,6 +272,7 @@ class State:
     rest: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
     def row(self, b: int) -> State:
+        """The state of one row; rows part and join as their numbers of tokens do."""
         if len(next(iter(self.exact.values()))) == 1:
             return self
         return State(self.count, *({n: x[b : b + 1] for n, x in d.items()} for d in (self.exact, self.rest)))
@@ -253,10 +282,12 @@ class State:
         """One state of several rows of equal count; never the same object as a row."""
         if len(rows) == 1:  # every step of decoding: share the tensors, which nobody changes in place
             return State(rows[0].count, dict(rows[0].exact), dict(rows[0].rest))
+        # Rows that are equally far hold equally many tokens of every kind: their tensors simply stack.
         parts = ([getattr(row, name) for row in rows] for name in ("exact", "rest"))
         return State(rows[0].count, *({n: torch.cat([d[n] for d in ds]) for n in ds[0]} for ds in parts))
 
     def nbytes(self) -> int:
+        """What a table's column bytes/seq counts, and the control of equal bytes spends."""
         return sum(x.nbytes for d in (self.exact, self.rest) for x in d.values())
 
 
@@ -273,7 +304,7 @@ class LinearizedAttention(nn.Module):
         self.d_model, self.key_dim, self.value_dim = d_model, key_dim, value_dim
         self.merge = MERGES[c.merge](heads, key_dim)
         self.rule = self.conv_q = self.conv_k = self.conv_v = None
-        if not self.merge.uses_memory:
+        if not self.merge.uses_memory:  # the control "off" has no parameters at all
             return
         self.rule = RULES[c.rule](
             d_model, heads, heads if c.memory_per == "query" else kv_heads, key_dim, features=c.features,
@@ -290,7 +321,10 @@ class LinearizedAttention(nn.Module):
         if q_bthk.shape[1] == 0:
             return v_btgv.new_zeros(*q_bthk.shape[:3], self.value_dim)
         scale, past = self.key_dim**-0.5 if scale is None else scale, State() if state is None else state
+        # Three steps, whatever the router: the bank (tokens held and new ones side by side), the answers by
+        # one of two paths, which also says what of the bank stays exact, and the state of the next call.
         q_memory, bank, rest = self.enter(q_bthk, k_btgk, v_btgv, hidden_btd, past)
+        # recency needs no choice: a longer window does, and has no loop
         path = self.shifted if self.config.router == "recency" else self.routed
         out, exact = path(q_bthk, q_memory, bank, rest, past.count, scale, softcap)
         if state is not None:  # HAZARD: a view would keep the whole prompt alive
@@ -309,12 +343,12 @@ class LinearizedAttention(nn.Module):
         new, rest, q_memory = dict(k=k, v=v), dict(past.rest), q
         if rule is not None:
             new["code"] = rule.encode(hidden)
-            if past.count == 0:
+            if past.count == 0:  # an empty memory; moments are taken around the first key, see key_moments
                 shape = B, rule.memory_heads, rule.feature_dim, self.value_dim + rule.normaliser
                 rest["S"] = torch.zeros(shape, dtype=working_dtype(v), device=v.device)
                 rest["origin"] = k[:, :1].to(rest["S"].dtype)
                 rest["total"] = rest["square"] = torch.zeros_like(rest["origin"])
-        if self.conv_q is not None:
+        if self.conv_q is not None:  # only what the memory sees is convolved: exact pairs stay the teacher's
             seen = {}
             for name, x in (("q", q), ("k", k), ("v", v)):
                 tail = rest.get(f"tail_{name}", x.new_zeros(B, c.conv - 1, *x.shape[2:]))
@@ -325,40 +359,45 @@ class LinearizedAttention(nn.Module):
             at = past.count + torch.arange(T, device=q.device, dtype=torch.int32)
             new["position"] = at[:, None].expand(B, T, G)
             new["received"] = torch.zeros(B, T, G, device=q.device)
+            # Gates are few numbers a token (`encode`), so a token that waits in the pool keeps them: the
+            # hidden state, from which they could be made later, is hundreds.
             if rule is not None:
                 new["code"] = new["code"][:, :, None].expand(-1, -1, G, -1)
         bank = {name: torch.cat([past.exact[name], x], 1) if past.count else x for name, x in new.items()}
         return q_memory, bank, rest
 
     def writes(self, tokens: dict[str, Tensor]) -> tuple:
-        """The five inputs of equation (1) for tokens of the bank."""
+        """The five inputs of equation (1) for tokens of the bank; convolved k and v, where there are any."""
         k, v = tokens.get("k_memory", tokens["k"]), tokens.get("v_memory", tokens["v"])
         return self.rule.writes(tokens["code"], k, v)
 
     def answer(self, out, lse, first: int, q_bthk, o_bthv, moments: dict, scale: float) -> Tensor:
         """One answer of two: queries from `first` on have a memory, which says o = S^T q; before it the exact
         part is the teacher's answer. A merge with moments wants an average of values, not a sum."""
-        read = self.rule.read(o_bthv)
+        read = self.rule.read(o_bthv)  # from S^T q to an estimate of a value, or a sum of them
         if self.rule.sums and self.merge.uses_moments:
             read = read / moments["count"][..., None, None]
         merged = self.merge(out[:, first:], lse[:, first:], read, q_bthk[:, first:], moments, scale)
         return joined([out[:, :first], merged] if first else [merged])
 
     def shifted(self, q_bthk, q_memory, bank, rest: dict, n: int, scale: float, softcap: float | None):
-        """Recency, in one call: (6) for the last T of the bank's N tokens, (7) for those that leave.
+        """Recency, in one call: (20) for the last T of the bank's N tokens, (21) for those that leave.
 
         The token that leaves at query t is t-w: queries from s+w on, and tokens from s on, go in step."""
         c, T, N = self.config, q_bthk.shape[1], bank["k"].shape[1]
+        # The exact part needs no loop over tokens, nor does the memory: its tokens are the bank without the
+        # sinks and the last w, its queries those that come w later. One slice makes the shift of (21).
         out, lse = exact_attention(q_bthk, bank["k"], bank["v"], c.sinks, c.reach, scale, softcap)
         first = max(c.exact_pairs - (N - T), 0)  # the first query with a memory; before it, the teacher
         if self.rule is not None and first < T:
             left = {name: x[:, c.sinks : N - c.reach] for name, x in bank.items()}
             q_in, writes = self.rule.queries(q_memory[:, first:]), self.writes(left)
+            # HAZARD: tokens and queries go in step, so there must be equally many: T - first of each.
             o, rest["S"] = linear_attention(q_in, *writes, rest["S"], chunk=c.chunk, impl=c.impl)
             moments, sums = running_moments(left["k"], n - (N - T), tuple(rest[name] for name in SUMS))
             rest |= dict(zip(SUMS, sums))
             out = self.answer(out, lse, first, q_bthk, o, moments, scale)
-        if N > c.exact_pairs:
+        if N > c.exact_pairs:  # what is neither sink nor in the window is in the memory now: let it go
             bank = {name: torch.cat([x[:, : c.sinks], x[:, N - c.reach :]], 1) for name, x in bank.items()}
         return out, bank
 
@@ -368,18 +407,18 @@ class LinearizedAttention(nn.Module):
         A query in the block that ends at `border` sees the sinks, `budget` routed tokens a kv head, and the
         window from border - window on: at most sinks + budget + window pairs. The pool is the routed tokens
         and the block that leaves the window. Every token is in one place, none is dropped or written twice.
+
+        Blocks begin at multiples of `block`, wherever a call begins: pieces equal one pass. Who stays exact
+        depends on the attention that a block gave: hence a loop. Features, gates and reads are not in it.
         """
         c, (B, T), G, N = self.config, q_bthk.shape[:2], self.kv_heads, bank["k"].shape[1]
-        # tokens in the memory, now and at the start; a later token's place in the bank is its position - gone
+        # Tokens in the memory, now and at the start; a later token's place in the bank is its position - gone.
         count = gone = n - (N - T)
-        bank = {name: x.contiguous() for name, x in bank.items()}  # `take` copies rows
+        bank = {name: x.contiguous() for name, x in bank.items()}  # rows for `take`
         place = torch.arange(B * N * G, device=q_bthk.device).view(B, N, G)  # its rows, in order of time
 
-        def oldest(t: int) -> int:
-            """The first token of the window that query t sees."""
-            return max(t - t % c.block + c.block - c.window, c.sinks)
-
-        routed = place[:, c.sinks : min(oldest(n), n) - gone]
+        # Held from earlier calls, between sinks and window.
+        routed = place[:, c.sinks : min(self.oldest(n), n) - gone]
         t, first, parts, pasts, writes = n, 0, [], [], None
         while t < n + T:
             border = t - t % c.block + c.block
@@ -387,26 +426,25 @@ class LinearizedAttention(nn.Module):
             if t == n:  # before the first choice of this call, the bank as it stands: decoding copies nothing
                 seen, (k, v) = place[:, : end - gone], (bank[x][:, : end - gone] for x in "kv")
             else:
-                window = place[:, oldest(t) - gone : end - gone]
+                window = place[:, self.oldest(t) - gone : end - gone]
                 seen = torch.cat([place[:, : min(c.sinks, end)], routed, window], 1)
                 k, v = (take(bank[x], seen) for x in "kv")
             now = place[:, t - gone : end - gone].transpose(1, 2)[..., None]
             visible = None if end - t == 1 else seen.transpose(1, 2)[:, :, None] <= now
-            q_bgrck = q_bthk[:, t - n : end - n].unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
-            o, lse, p = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
-            parts.append((o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)))
-            gain = p.detach().float().sum((2, 3)).transpose(1, 2)
+            o, lse, gain = self.attend_block(q_bthk[:, t - n : end - n], k, v, visible, scale, softcap)
+            parts.append((o, lse))
             if t == n:
                 bank["received"][:, : end - gone] += gain  # in place: this call's own tensor
             else:
                 bank["received"].view(-1).index_add_(0, seen.flatten(), gain.flatten())
-            if count and self.rule is not None:  # what the memory knows as these queries ask
+            # What the memory knows now. Reads wait until all blocks are through: one product, not many.
+            if count and self.rule is not None:
                 pasts.append((rest["S"], rest["total"], rest["square"], rest["S"].new_full((1, 1), count)))
             else:
                 first = end - n
             if end == border:
                 bank["received"] *= 0.5 ** (c.block / c.half_life)  # for all alike: no order changes
-                left = place[:, oldest(t) - gone : oldest(border) - gone]
+                left = place[:, self.oldest(t) - gone : self.oldest(border) - gone]
                 if self.rule is not None and writes is None:  # features and gates, once for all tokens
                     writes = [None if x is None else x.contiguous() for x in self.writes(bank)]
                 routed, evicted = self.choose(bank, writes, torch.cat([routed, left], 1), rest, count)
@@ -419,9 +457,25 @@ class LinearizedAttention(nn.Module):
             o, moments = self.ask(q_memory[:, first:], pasts, n + first, rest["origin"])
             out = self.answer(out, lse, first, q_bthk, o, moments, scale)
         if n // c.block != t // c.block:  # tokens were evicted: keep the others
-            kept = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, oldest(t) - gone :]], 1)
+            # Sinks, routed, window: the order in which `enter` will expect them.
+            kept = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, self.oldest(t) - gone :]], 1)
             bank = {name: take(x, kept) for name, x in bank.items()}
         return out, bank
+
+    def oldest(self, t: int) -> int:
+        """The first token of the window that query t sees: the same for all queries of a block.
+
+        At the end of a block the window has all its tokens; queries before it see fewer."""
+        c = self.config
+        return max(t - t % c.block + c.block - c.window, c.sinks)
+
+    def attend_block(self, q_bthk, k_blgk, v_blgv, visible, scale: float, softcap) -> tuple:
+        """(o (B,T,H,V), log-sum-exp (B,T,H), received (B,L,G)): what a key was given by all queries of the
+        block and all query heads of its kv head."""
+        q_bgrck = q_bthk.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)
+        o, lse, p = attend(q_bgrck, k_blgk.transpose(1, 2), v_blgv.transpose(1, 2), visible, scale, softcap)
+        o_bthv, lse_bth = o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+        return o_bthv, lse_bth, p.detach().float().sum((2, 3)).transpose(1, 2)
 
     def ask(self, q_memory: Tensor, pasts: list[tuple], t: int, origin: Tensor) -> tuple[Tensor, dict]:
         """o = S^T q, and the moments, of all blocks at once: queries from position t on, and for each block
@@ -441,11 +495,14 @@ class LinearizedAttention(nn.Module):
         o_bthv = o_bngrcv.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, before : before + T]
         return o_bthv, key_moments(known, origin, total, square)
 
+    # Who stays is decided without a gradient: a ranking has none. The router is in the training loop all the
+    # same: what it evicts is what the memory learns to hold.
     @torch.no_grad()
     def choose(self, bank: dict, writes, pool: Tensor, rest: dict, count: int) -> tuple[Tensor, Tensor]:
         """(who stays exact, who is evicted): places in the bank, each in position order. No gradient."""
         budget = self.config.budget
 
+        # Called by routers that want it: a read of the memory for every token of the pool.
         def recall_error() -> Tensor:
             if writes is None:  # no memory recalls nothing
                 return known.size
@@ -455,17 +512,21 @@ class LinearizedAttention(nn.Module):
             error = (value[..., : self.value_dim] - read).norm(dim=-1)
             return error.unflatten(2, (self.kv_heads, -1)).mean(3)
 
-        if pool.shape[1] <= budget:
+        if pool.shape[1] <= budget:  # room for all of them
             return pool, pool[:, :0]
         position, received, value = (take(bank[name], pool) for name in ("position", "received", "v"))
         known = Pool(position, received, value.float().norm(dim=-1), recall_error, budget)
-        score = ROUTERS[self.config.router](known)
+        score = ROUTERS[self.config.router](known)  # sinks are not in the pool: they cannot be voted out
+        # Stable: among equals the older stays, in one call and in pieces alike. Places go in order of time,
+        # so that the memory is written in the order of the text.
         order = score.argsort(dim=1, descending=True, stable=True)
         return tuple(pool.gather(1, part).sort(1).values for part in order.tensor_split([budget], 1))
 
     def write(self, k: Tensor, writes, evicted: Tensor, rest: dict) -> None:
-        """Evicted tokens enter the memory: the state, and the sums of the moments."""
-        key, *more = (None if x is None else take(x, evicted) for x in writes)
+        """Evicted tokens enter the memory: the state, and the sums of the moments.
+
+        HAZARD: in order of time. The delta rule replaces what it finds: the later of two equal keys wins."""
+        key, *more = (None if x is None else take(x, evicted) for x in writes)  # each head its own tokens
         _, rest["S"] = linear_attention(None, key, *more, rest["S"], self.config.chunk, self.config.impl)
         shifted = take(k, evicted).to(rest["S"].dtype) - rest["origin"]
         rest["total"] = rest["total"] + shifted.sum(1, True)
@@ -473,7 +534,7 @@ class LinearizedAttention(nn.Module):
 
     def variant(self, **changes) -> LinearizedAttention:
         """The same parameters under another config: what a control is. `merge="off"`: no memory at all."""
-        other = copy.copy(self)
+        other = copy.copy(self)  # shares the parameters: what one learns, all variants know
         other._modules, other.config = dict(self._modules), self.config.changed(**changes)
         if other.config.merge == "off":
             other.merge, other.rule, other.conv_q = MERGES["off"](self.heads, self.key_dim), None, None

@@ -72,9 +72,12 @@ except ImportError:  # the torch paths work without it, and so does reading the 
 jit: Callable = triton.jit if triton else (lambda kernel: kernel)
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"  # fixed at import
 LAUNCH = dict(num_warps=8, num_stages=1)  # of every kernel; tests/gpu_check.py compiles with them
+# Three ways to run equation (1), each with the arguments and results of `recurrent`.
 IMPLEMENTATIONS: dict[str, Callable] = {"recurrent": recurrent, "chunked": chunked}  # "triton" is below
 
 # ---------------------------------------------------------------------------- tiles
+# A kernel sees raw memory: a pointer, and arithmetic that finds an element. `tile` is the only place that
+# does it; all kernels speak of tiles, in the terms of the equations above.
 # rows = (row, heads, t0, T): time t0 and after, of the row-th (batch, head) pair of a (batch, T, heads, D)
 # tensor. cols = (d0, D): channel d0 and after. A tile is [C, BD] of those. The index-th of many (K, V) states
 # is such a tensor, K for the time and one head: rows = (index, 1, k0, K). So is one of many [C, C] matrices.
@@ -100,7 +103,7 @@ def load(ptr, rows, cols, C: constexpr, BD: constexpr):
 
 @jit
 def store(ptr, x, rows, cols, C: constexpr, BD: constexpr):
-    """The inverse of `load`."""
+    """The inverse of `load`: what does not exist is not written."""
     at, exists = tile(ptr, rows, tl.arange(0, C), cols, BD)
     tl.store(at, x, mask=exists)
 
@@ -135,15 +138,22 @@ def through_pairs(M, b, G, times, cols, LEVELS, TO_KEYS: constexpr, DECAY: const
     i, j = (c[None, :], c[:, None]) if TO_KEYS else (c[:, None], c[None, :])
     total = tl.zeros([C, BK], tl.float32)
     for level in range(LEVELS):
+        # Blocks of 2^level tokens come in pairs. `start` is where a position's block begins; a reader in the
+        # right block decays from there, a key in the left one to its own block's end: the same border.
         start = c >> level << level
         reader, key = (start, c + 1), (c + 1, start + (1 << level))
         near, far = (key, reader) if TO_KEYS else (reader, key)
+        # (i ^ j) >> level == 1: this is the highest bit in which i and j differ, so each pair meets once
         met = tl.where((i > j) & (((i ^ j) >> level == 1) | (not DECAY)), M, 0.0)
         met = tl.dot(met, b * decay(G, times, far[0], far[1], cols, DECAY, BK), input_precision=PREC)
         total += met * decay(G, times, near[0], near[1], cols, DECAY, BK)
     return total
 
 # ---------------------------------------------------------------------------- kernels
+# Forward: products (P, X for all chunks at once) -> walk (chunk after chunk, the only sequential part)
+#          -> read (outputs of all chunks at once).
+# Backward: read_back -> walk_back (last chunk to first) -> reader_gradient -> key_gradient.
+# Only the walks need a chunk's predecessor; everything else fills the GPU with one program a chunk and head.
 # A memory is a (batch, g) pair; its R query heads are neighbours. N chunks. z: a reader, q or e.
 # `key` and `reader` are the rows of this chunk's keys and readers, `times` those of the decay sums G.
 
@@ -157,7 +167,7 @@ def products_kernel(z, k, G, out, z_in, k_out, T, N, LEVELS, R_Z: constexpr, HEA
     z_row, row = index // N, index // N // R_Z
     reader, key, times = (z_row, HEADS * R_Z, t0, T), (row, HEADS, t0, T), (row, HEADS, t0, N * C + 1)
     i, j, c, zero = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :], tl.arange(0, C), tl.arange(0, 1)
-    M = tl.zeros([C, C], tl.float32)
+    M = tl.zeros([C, C], tl.float32)  # (8), of a query: P, or of an erase key: N
     for k0 in range(0, K, BK):  # M is a sum over channels: a block of them at a time
         cols = (k0, K)
         bz, bk = load(z, reader, cols, C, BK), load(k, key, cols, C, BK)
@@ -167,13 +177,13 @@ def products_kernel(z, k, G, out, z_in, k_out, T, N, LEVELS, R_Z: constexpr, HEA
             left = bk * decay(G, times, c + 1, start + (1 << level), cols, DECAY, BK)
             met = tl.dot(right, tl.trans(left), input_precision=PREC)
             M += tl.where((i > j) & (((i ^ j) >> level == 1) | (not DECAY)), met, 0.0)
-        if DECAY:
+        if DECAY:  # what the walk and the read need of (10)-(12), made while z and k are at hand
             store(z_in, bz * decay(G, times, zero, c + 1, cols, DECAY, BK), reader, cols, C, BK)
-            if z_row % R_Z == 0:
+            if z_row % R_Z == 0:  # the R query heads share their keys: one of them is enough
                 store(k_out, bk * decay(G, times, c + 1, zero + C, cols, DECAY, BK), key, cols, C, BK)
         if not INVERT:
             M += tl.where(i == j, tl.sum(bz * bk, 1)[:, None], 0.0)
-    if INVERT:
+    if INVERT:  # X = (I + N)^-1 of (10)
         X = tl.where(i == j, 1.0, 0.0)
         for r in range(1, C):  # forward substitution: row r of X is the unit row minus (row r of N) X
             n_r = tl.sum(tl.where(i == r, M, 0.0), 0)
@@ -188,16 +198,19 @@ def walk_kernel(e_in, k_out, v, G, x, s0, u, s_in, s_end, T, N, HEADS: constexpr
                 PREC: constexpr):  # fmt: skip
     """(10), (12), first chunk to last: U and all entry states. One program a memory and WV columns."""
     row, zero, values = tl.program_id(0).to(tl.int64), tl.arange(0, 1), (tl.program_id(1) * WV, V)
+    # A state's columns do not know of each other: a program carries WV of them, and S never leaves its
+    # registers. What it writes are the states at chunk borders, for the read and for the backward pass.
     S = load(s0, (row, 1, 0, K), values, WK, WV)
     for n in range(N):
         index, t0 = row * N + n, tl.cast(n, tl.int64) * C
         here = (row, HEADS, t0, T)
         store(s_in, S, (index, 1, 0, K), values, WK, WV)
         U = load(v, here, values, C, WV)
-        if ERASE:
+        if ERASE:  # (10); without an erase key U is x itself
             U -= tl.dot(load(e_in, here, (0, K), C, WK), S, input_precision=PREC)
             U = tl.dot(load(x, (index, 1, 0, C), (0, C), C, C), U, input_precision=PREC)
         store(u, U, here, values, C, WV)
+        # (12): the chunk's whole decay, then what its tokens add
         S *= tl.trans(decay(G, (row, HEADS, t0, N * C + 1), zero, zero + C, (0, K), DECAY, WK))
         S += tl.dot(tl.trans(load(k_out, here, (0, K), C, WK)), U, input_precision=PREC)
     store(s_end, S, (row, 1, 0, K), values, WK, WV)
@@ -207,11 +220,12 @@ def walk_kernel(e_in, k_out, v, G, x, s0, u, s_in, s_end, T, N, HEADS: constexpr
 def read_kernel(q_in, u, s_in, p, o, T, N, R: constexpr, HEADS: constexpr, K: constexpr, V: constexpr,
                 C: constexpr, BK: constexpr, BV: constexpr, PREC: constexpr):  # fmt: skip
     """(11): one program a chunk, query head and block of BV columns of the output."""
+    # HAZARD: int64 from the first line on: an index times C K V passes 2^31 at a few thousand chunks.
     index, n, values = tl.program_id(0).to(tl.int64), tl.program_id(0) % N, (tl.program_id(1) * BV, V)
     q_row, row, t0 = index // N, index // N // R, n.to(tl.int64) * C
     P, U = load(p, (index, 1, 0, C), (0, C), C, C), load(u, (row, HEADS, t0, T), values, C, BV)
-    O = tl.dot(P, U, input_precision=PREC)
-    for k0 in range(0, K, BK):
+    O = tl.dot(P, U, input_precision=PREC)  # from this chunk's own tokens
+    for k0 in range(0, K, BK):  # from all before it, through the entry state
         S = load(s_in, (row * N + n, 1, k0, K), values, BK, BV)
         O += tl.dot(load(q_in, (q_row, HEADS * R, t0, T), (k0, K), C, BK), S, input_precision=PREC)
     store(o, O, (q_row, HEADS * R, t0, T), values, C, BV)
@@ -240,15 +254,16 @@ def walk_back_kernel(q_in, e_in, k_out, G, x, do, du, ds_end, dr, ds_out, ds0, T
         index = (row + 1) * N - 1 - step
         t0 = index % N * C
         here = (row, HEADS, t0, T)
+        # dS is the gradient of this chunk's exit state: key_gradient_kernel will want it
         store(ds_out, dS, (index, 1, 0, K), values, WK, WV)
         dR = load(du, here, values, C, WV)
-        dR += tl.dot(load(k_out, here, (0, K), C, WK), dS, input_precision=PREC)
+        dR += tl.dot(load(k_out, here, (0, K), C, WK), dS, input_precision=PREC)  # dU of (13)
         dS *= tl.trans(decay(G, (row, HEADS, t0, N * C + 1), zero, zero + C, (0, K), DECAY, WK))
-        for r in range(R):
+        for r in range(R):  # (15), a term for each query head that read this memory
             reader = (row * R + r, HEADS * R, t0, T)
             dO = load(do, reader, values, C, WV)
             dS += tl.dot(tl.trans(load(q_in, reader, (0, K), C, WK)), dO, input_precision=PREC)
-        if ERASE:
+        if ERASE:  # (14): dU becomes dR, and what e read goes back into the entry state
             dR = tl.dot(load_transposed(x, index, C), dR, input_precision=PREC)
             dS -= tl.dot(tl.trans(load(e_in, here, (0, K), C, WK)), dR, input_precision=PREC)
         store(dr, dR, here, values, C, WV)
@@ -263,7 +278,7 @@ def reader_gradient_kernel(k, G, y, u, s_in, dm, dz, T, N, LEVELS, R_Z: constexp
     index, n, zero = tl.program_id(0).to(tl.int64), tl.program_id(0) % N, tl.arange(0, 1)
     z_row, row, t0 = index // N, index // N // R_Z, n.to(tl.int64) * C
     reader, key, times = (z_row, HEADS * R_Z, t0, T), (row, HEADS, t0, T), (row, HEADS, t0, N * C + 1)
-    dM = tl.zeros([C, C], tl.float32)
+    dM = tl.zeros([C, C], tl.float32)  # (16); through_pairs masks what is not below the diagonal
     for v0 in range(0, V, BV):
         U = load(u, key, (v0, V), C, BV)
         dM += tl.dot(load(y, reader, (v0, V), C, BV), tl.trans(U), input_precision=PREC)
@@ -273,6 +288,7 @@ def reader_gradient_kernel(k, G, y, u, s_in, dm, dz, T, N, LEVELS, R_Z: constexp
         for v0 in range(0, V, BV):
             S = load(s_in, (row * N + n, 1, k0, K), (v0, V), BK, BV)
             dZ += tl.dot(load(y, reader, (v0, V), C, BV), tl.trans(S), input_precision=PREC)
+        # (17): what came through the entry state, decayed from there; then pair by pair
         dZ *= decay(G, times, zero, tl.arange(0, C) + 1, cols, DECAY, BK)
         dZ += through_pairs(dM, load(k, key, cols, C, BK), G, times, cols, LEVELS, False, DECAY, C, BK, PREC)
         store(dz, dZ, reader, cols, C, BK)
@@ -293,8 +309,9 @@ def key_gradient_kernel(q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, 
         dK += tl.dot(load(u, key, (v0, V), C, BV), tl.trans(dS), input_precision=PREC)
         if DECAY:
             kept += tl.sum(dS * load(s_in, (index, 1, k0, K), (v0, V), BK, BV), 1)
-    dK *= decay(G, times, c + 1, zero + C, cols, DECAY, BK)
-    left_chunk = bk * dK
+    dK *= decay(G, times, c + 1, zero + C, cols, DECAY, BK)  # so far only what left the chunk
+    left_chunk = bk * dK  # the exit term of (19)
+    # Each query head that reads this memory adds to its keys' gradients: summed here, in registers.
     for r in range(R):
         reader, at = (row * R + r, HEADS * R, t0, T), (row * R + r) * N + index % N
         bq, dQ, dP_T = load(q, reader, cols, C, BK), load(dq, reader, cols, C, BK), load_transposed(dp, at, C)
@@ -310,7 +327,7 @@ def key_gradient_kernel(q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, 
         dK -= pairs
         dG -= be * dE - bk * pairs
     store(dk, dK, key, cols, C, BK)
-    if DECAY:
+    if DECAY:  # (19): a gate touches all readers at and after it, all keys that left, and the entry state
         EXACT: constexpr = "ieee" if PREC == "ieee" else "tf32x3"
         before = tl.where(c[None, :] < c[:, None], 1.0, 0.0)
         dg_t = tl.cumsum(dG, 0, reverse=True) + tl.dot(before, left_chunk, input_precision=EXACT)
@@ -320,7 +337,11 @@ def key_gradient_kernel(q, e, k, G, u, s_in, ds_out, dp, dn, dq, de, dk, dg, T, 
 # ---------------------------------------------------------------------------- launching
 
 def plan(R: int, HEADS: int, K: int, V: int, T: int, chunk: int, DECAY: bool, ERASE: bool, exact: bool):
-    """What all kernels are compiled for. Tiles are [C, BK] and [C, BV]; a walk holds [WK, WV] of a state."""
+    """What all kernels are compiled for. Tiles are [C, BK] and [C, BV]; a walk holds [WK, WV] of a state.
+
+    exact: float32 inputs get float32 products. Else tf32, whose 10 bits are three more than bfloat16 has."""
+    # Powers of two, as tl.arange wants; what is beyond T, K or V is masked in `tile`.
+    # A longer chunk means fewer steps of the walks and more work inside; above K = 128 its tiles would spill.
     C = max(16, min(chunk, 1 << (T - 1).bit_length(), 64 if K <= 128 else 32))  # tl.dot wants 16 or more
     WK, WV = (max(16, 1 << (d - 1).bit_length()) for d in (K, V))
     sizes = dict(R=R, HEADS=HEADS, K=K, V=V, C=C, BK=min(32, WK), BV=min(32, WV), WK=WK, WV=min(16, WV))
@@ -335,7 +356,10 @@ def launch(kernel, grid: tuple, named: dict, **more) -> None:
 
 
 def states(q, e, k, v, g, s0, m: dict) -> dict:
-    """What forward and backward both need, (8)-(10) and (12): everything by the names that kernels use."""
+    """What forward and backward both need, (8)-(10) and (12): everything by the names that kernels use.
+
+    It is computed twice: kept for the backward pass, U, P, X and a state a chunk (64 x 64 numbers each, for
+    64 tokens of 64 channels) would be as large again as q, k and v."""
     (B, T, G, K), V, C, R = k.shape, v.shape[-1], m["C"], m["R"]
     N, new = -(-T // C), functools.partial(torch.empty, dtype=torch.float32, device=k.device)
     a = dict(m, q=q, e=e, k=k, v=v, s0=s0, T=T, N=N, G=None, LEVELS=1, q_in=q, e_in=e, k_out=k, x=None)
@@ -362,10 +386,12 @@ class ChunkedDelta(torch.autograd.Function):
         launch(read_kernel, (a["p"].shape[:2].numel(), -(-v.shape[-1] // m["BV"])), a)
         return a["o"], a["s_end"]
 
+    # Second derivatives would need kernels of their own: better an error than silence.
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, ds_end):
         inputs, m = ctx.saved_tensors, ctx.m
+        # A gradient's name is its input's with a d; kernels find their arguments by name (`launch`).
         a = states(*inputs, m) | dict(do=do.contiguous(), ds_end=ds_end.contiguous())
         names = ("dq", "de", "dk", "dr", "dg", "ds0")  # the inputs' gradients: dx is dR
         like = dict(zip(names, inputs), du=a["u"], ds_out=a["s_in"], dp=a["p"], dn=a["x"])
@@ -373,6 +399,7 @@ class ChunkedDelta(torch.autograd.Function):
         (B, _, G, K), V, R, chunks = a["k"].shape, a["v"].shape[-1], m["R"], a["s_in"].shape[:2].numel()
         launch(read_back_kernel, (chunks, -(-V // m["BV"])), a)
         launch(walk_back_kernel, (B * G, -(-V // m["WV"])), a)
+        # The same kernel for both readers of (17): queries with dO, erase keys with dR.
         launch(reader_gradient_kernel, (chunks * R,), a, y=a["do"], dm=a["dp"], dz=a["dq"], R_Z=R)
         if a["e"] is not None:
             launch(reader_gradient_kernel, (chunks,), a, y=a["dr"], dm=a["dn"], dz=a["de"], R_Z=1)
@@ -391,6 +418,7 @@ def triton_attention(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=N
         raise ValueError("impl='triton' has no float64 and no key dimension above 256; use impl='chunked'")
     if chunk < 1 or chunk & (chunk - 1):
         raise ValueError(f"chunk must be a power of two, got {chunk}")
+    # b and w go into e and x here, in PyTorch: autograd differentiates them, and the kernels need not know.
     state = empty_state(k_btgk, v_btgv) if state is None else state.to(torch.float32)
     if q_bthk.numel() == 0 or v_btgv.numel() == 0:  # nothing to launch
         return recurrent(q_bthk, k_btgk, v_btgv, log_decay, erase, write, state)
@@ -413,6 +441,7 @@ def linear_attention(q_bthk: Tensor | None, k_btgk: Tensor, v_btgv: Tensor, log_
 
     auto: triton for CUDA tensors, else chunked; there one token goes through the cheaper recurrence. Only a
     missing GPU or Triton changes the choice, no error does. Without queries only the state is of interest."""
+    # On a CPU the kernels could only be interpreted, which is thousands of times slower than `chunked`.
     if impl == "auto":
         impl = "triton" if k_btgk.is_cuda and triton is not None else "chunked"
     if impl == "chunked" and k_btgk.shape[1] == 1:

@@ -14,6 +14,11 @@ Axis letters. A tensor's suffix names its axes and is its einsum string: `k_btgk
     r query heads per memory head (h = g*r)    n chunk    c position in chunk    k key    v value    d model
 One layout everywhere: (batch, time, heads, dim).
 
+The paper's symbols: S_t `S_bgkv`, alpha_t = exp g_t `log_decay`, beta_t `beta`, phi `FEATURES`, Pi the rank-1
+projection in `softmax_projection_identity`, C_t and R_t in tests/analysis.py, s and w in interventions.py.
+Its "GDN" is our `kda`; `gdn` is the original with one decay a head. Equations are numbered through all
+modules: (1)-(5) here, (6)-(19) in kernels.py, (20)-(23) in interventions.py, (24) in eval.py.
+
 The recurrence (the paper writes it once per mechanism), with a state S of shape (key, value) per head:
     (1)  S_t = (I - b_t k_t k_t^T) Diag(exp g_t) S_{t-1} + w_t k_t v_t^T        o_t = S_t^T q_t
     g_t <= 0 log decay, per head or channel    b_t erase, w_t write strength    (delta rule: b = w = beta)
@@ -94,6 +99,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
         score = torch.tanh(score / softcap) * softcap
     if visible is not None:
         score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
+    # Both of the answer and of its weight against other sets of keys, (22) of interventions.py.
     p = score.softmax(-1)
     lse = score.amax(-1) - p.amax(-1).log()  # the largest p is exp(max - lse); logsumexp has ten passes
     return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), lse, p
@@ -103,7 +109,7 @@ def exact_attention(
     q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, sinks: int, window: int, scale: float,
     softcap: float | None = None, block: int = 64,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Softmax over (6), in linear time: (o (B,T,H,V), log-sum-exp of its scores (B,T,H)).
+    """Softmax over (20), in linear time: (o (B,T,H,V), log-sum-exp of its scores (B,T,H)).
 
     The T queries belong to the last T keys. They go in blocks: a block of C queries needs the window-1+C keys
     that end with it. An empty exact set (s = w = 0) gives o = 0 and log-sum-exp -inf.
@@ -114,13 +120,15 @@ def exact_attention(
         nothing = q_bthk.new_full((B, T, H), -torch.inf, dtype=working_dtype(q_bthk))
         return v_btgv.new_zeros(B, T, H, V), nothing
     N, L, first = -(-T // C), window - 1 + C, k_btgk.shape[1] - T
-    if T == 1:  # decoding: one set of keys, all visible
+    # Decoding: one query, one set of keys, all of them visible: none of what follows is needed.
+    if T == 1:
         k, v = k_btgk, v_btgv
         if first >= sinks + window:
             k, v = (torch.cat([x[:, :sinks], x[:, first + 1 - window :]], 1) for x in (k, v))
         q_bgrck = q_bthk.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
         o, lse, _ = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), None, scale, softcap)
         return o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+    # Blocks overlap in their keys: `unfold` cuts N pieces of window-1+C keys each from one tensor.
     q_bnchk = F.pad(q_bthk, (0, 0, 0, 0, 0, N * C - T)).unflatten(1, (N, C))
     at_nc1 = first + torch.arange(N * C, device=device).view(N, C, 1)
     keys, values, visible = [], [], []
@@ -138,23 +146,6 @@ def exact_attention(
     o, lse, _ = attend(q_bngrck, torch.cat(keys, -2), torch.cat(values, -2), seen_n1cl, scale, softcap)
     o_bthv = o.permute(0, 1, 4, 2, 3, 5).reshape(B, N * C, H, V)[:, :T]
     return o_bthv, lse.permute(0, 1, 4, 2, 3).reshape(B, N * C, H)[:, :T]
-
-
-def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, window=None) -> Tensor:
-    """The teacher's softmax, for layers that keep it, with their own window: T queries, last of all keys."""
-    T, N, G = q.shape[1], k.shape[1], k.shape[2]
-    if softcap is None and mask_bt is None and T in (1, N) and N <= (window or N):
-        x = (y.transpose(1, 2) for y in (q, k, v))
-        out = F.scaled_dot_product_attention(*x, is_causal=T > 1, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
-    at = torch.arange(N, device=q.device)
-    age = at[N - T :, None] - at
-    visible = ((age >= 0) & (age < (window or N)))[None, None]
-    if mask_bt is not None:
-        visible = visible & mask_bt[:, None, None, -N:].bool()
-    q_bgrtk = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
-    o_bgrtv, _, _ = attend(q_bgrtk, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
-    return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
 
 
 def take(x: Tensor, rows_bpg: Tensor) -> Tensor:
@@ -192,7 +183,7 @@ def recurrent(
     g_btgk = g if g.dim() == 4 else g[..., None]  # one decay a head serves all its channels
     written_btgv = v if write is None else write[..., None].to(dtype) * v
     S = empty_state(k_btgk, v_btgv) if state is None else state.to(dtype)
-    outputs = [v.new_zeros(B, 0, H, v.shape[-1])]
+    outputs = [v.new_zeros(B, 0, H, v.shape[-1])]  # so that T = 0 has an answer too
     for t in range(T):
         S = g_btgk[:, t, :, :, None].exp() * S
         # what the decayed memory already says about k_t is what gets erased
@@ -217,10 +208,12 @@ def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     from the border, not subtracting two long cumulative sums, keeps full precision next to a decay of -1000.
     """
     C = x.shape[-2]
+    # Without decay (2) is a plain product below the diagonal.
     if g is None or C == 1:
         return (x @ k.mT).tril(-1)
     if g.shape[-1] == 1:  # one decay for all channels leaves the sum: its own sums, one a pair, are few
         return (x @ k.mT) * g.expand(*g.shape[:-1], C).tril(-1).cumsum(-2).exp().tril(-1)
+    # Halves: pairs within each by recursion, pairs across the border by one product.
     x, k, g = (z.unflatten(-2, (2, C // 2)) for z in (x, k, g))
     first, last = decayed_products(x, k, g).unbind(-3)
     right = x[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()
@@ -264,11 +257,13 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
         since_entry = g.cumsum(-2).exp()
         k_in, k_out, kept = k * since_entry, k * sum_after(g).exp(), since_entry[..., -1:, :].mT
     U_k = torch.zeros_like(k)
+    # (3): writes of a chunk depend on each other, because each erases what the earlier ones have written.
     if erase is not None:
         b = split(erase[..., None])
         A = b * decayed_products(k, k, g)  # the unit diagonal is implied by the solver
         rhs = torch.cat([U_v, b * k_in], -1)
         U_v, U_k = torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True).split([V, K], -1)
+    # What is left to do one chunk after the other; the rest was done for all chunks at once.
     S_bg1kv, entries, added = S[:, :, None], [], []
     kept = kept.expand(*k.shape[:4], *kept.shape[-2:])  # (b, g, 1, n, K or 1, 1)
     for kept_n, k_out_n, U_v_n, U_k_n in zip(*(z.unbind(3) for z in (kept, k_out.mT, U_v, U_k))):  # (5)
@@ -287,7 +282,7 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
 # ---------------------------------------------------------------------------- moments of keys
 
 def key_moments(count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict[str, Tensor]:
-    """What (9) of interventions.py needs of n = `count` keys, (1, T or 1): mean, variance (B, T or 1, G, K).
+    """What (23) of interventions.py needs of n = `count` keys, (1, T or 1): mean, variance (B, T or 1, G, K).
     Sigma is taken as diagonal: a full one was no better, and costs K x K.
 
     Given are the sums of k - origin and of its square, (B, T or 1, G, K). HAZARD: moments are taken around
@@ -347,6 +342,7 @@ class UpdateRule(nn.Module):
         self.features, self.memory_heads, self.feature_dim = features, memory_heads, size
         if features != "l2":
             width = size // 2 if features == "softmax" else size
+            # Near the identity: at first the memory sees the teacher's own q and k, through SiLU or softmax.
             for name, n in (("q", heads), ("k", memory_heads)):
                 noise = 0.02 * torch.randn(n, key_dim, width)
                 setattr(self, f"W_{name}", nn.Parameter(torch.eye(key_dim, width) + noise))
@@ -365,6 +361,7 @@ class UpdateRule(nn.Module):
 
     def encode(self, hidden_btd: Tensor) -> Tensor:
         """What a token's gates need, (B,T,E): few numbers, which can wait until the token is written."""
+        # One product for all gates; what a gate has beyond it (W_2, biases, sigmoid) comes in `gates`.
         h = hidden_btd.to(working_dtype(hidden_btd))
         weights = [getattr(self, name).to(h) for name in ("W_1", "W_beta") if hasattr(self, name)]
         return h @ torch.cat(weights, 1) if weights else h[..., :0]
@@ -408,7 +405,7 @@ class UpdateRule(nn.Module):
         repeat = self.memory_heads // k_btgk.shape[2]
         code = code_bte if code_bte.dim() == 4 else code_bte[:, :, None].expand(-1, -1, k_btgk.shape[2], -1)
         code, k, v = (x.repeat_interleave(repeat, 2) for x in (code, k_btgk, v_btgv))
-        k, v = self.phi(k, "k"), v.to(working_dtype(v))
+        k, v = self.phi(k, "k"), v.to(working_dtype(v))  # values enter as they are: only keys have features
         if self.normaliser:
             v = F.pad(v, (0, 1), value=1.0)
         log_decay, erase, write = self.strengths(k, *self.gates(code))
@@ -480,7 +477,7 @@ def softmax_projection_identity(k_tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ||m|||: small when the keys are concentrated. Returns (centred, projected, residual), each (t, K).
     """
     mean, length = k_tk.mean(0), k_tk.mean(0).norm()
-    cos = k_tk @ mean / length
+    cos = k_tk @ mean / length  # of the angle between each key and the mean
     projected = k_tk - cos[:, None] * (mean / length)
     return k_tk - mean, projected, (cos / length - 1)[:, None] * mean
 

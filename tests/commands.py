@@ -69,4 +69,4 @@ def evaluate(args: argparse.Namespace) -> None:
     for kind in kinds:
         lookup(dict.fromkeys(KINDS), kind, "kind")
     bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada, args.plot)
-    report(bench, Path(args.json), distill.fingerprint(model), tasks)
+    report(bench, Path(args.json), distill.fingerprint(model), {name: TASKS[name] for name in tasks})

@@ -6,10 +6,12 @@ No part of the lesson: distill.attention_forward is, which calls `by_rows`. Impo
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import transformers as hf
 from torch import Tensor
 
 from interventions import State
+from linear_attn import attend
 
 
 def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):
@@ -86,6 +88,23 @@ def prepare_inputs(module, args, kwargs):
         new = next(x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
         kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
     return args, kwargs
+
+
+def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, window=None) -> Tensor:
+    """The teacher's softmax, for layers that keep it, with their own window: T queries, last of all keys."""
+    T, N, G = q.shape[1], k.shape[1], k.shape[2]
+    if softcap is None and mask_bt is None and T in (1, N) and N <= (window or N):
+        x = (y.transpose(1, 2) for y in (q, k, v))
+        out = F.scaled_dot_product_attention(*x, is_causal=T > 1, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    at = torch.arange(N, device=q.device)
+    age = at[N - T :, None] - at
+    visible = ((age >= 0) & (age < (window or N)))[None, None]
+    if mask_bt is not None:
+        visible = visible & mask_bt[:, None, None, -N:].bool()
+    q_bgrtk = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
+    o_bgrtv, _, _ = attend(q_bgrtk, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
+    return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
 
 
 def by_rows(layer, x, mask, memory: MemoryCacheLayer | None, scale: float, softcap: float | None) -> Tensor:

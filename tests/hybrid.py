@@ -30,7 +30,7 @@ HARDNESS: dict[str, Callable] = {}  # (model, ids) -> a number for every lineari
 
 @register(HARDNESS, "effect")
 def effect(model, ids: Tensor) -> Tensor:
-    """KL of the model if this layer had nothing but its exact pairs, equation (10) of eval.py."""
+    """KL of the model if this layer had nothing but its exact pairs, equation (24) of eval.py."""
     c = model.linearize_config
     return measure_budgets(model, ids, [c.reach - c.window])[:, 0]
 

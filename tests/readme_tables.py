@@ -6,10 +6,13 @@ python tests/readme_tables.py --check    exit status 1 if README.md is not what 
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import math
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -306,12 +309,23 @@ def memory() -> str:
     return "\n".join(lines)
 
 
+def comment_share(path: Path) -> float:
+    """Lines with a comment or of a docstring, as a part of all that are not empty."""
+    source = path.read_text()
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    told = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            told |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    full = [number for number, line in enumerate(source.splitlines(), 1) if line.strip()]
+    return len(told.intersection(full)) / len(full)
+
+
 def lines() -> str:
-    """Lines of each module."""
+    """Lines of each module, and how much of them is comment."""
     counts = {p: len((ROOT / f"{p}.py").read_text().splitlines()) for p in ORDER}
-    return (
-        ", ".join(f"`{p}.py` {n}" for p, n in counts.items()) + f"; together {sum(counts.values()):,} lines."
-    )
+    each = ", ".join(f"`{p}.py` {n} ({comment_share(ROOT / f'{p}.py'):.0%})" for p, n in counts.items())
+    return f"Lines (share of comments): {each}; together {sum(counts.values()):,} lines."
 
 
 ORDER = ("linear_attn", "kernels", "interventions", "distill", "eval")

@@ -91,7 +91,7 @@ def test_exact_attention_is_softmax_over_sinks_and_window(T, sinks, window, soft
 
 @given(T=st.integers(8, 60), sinks=st.integers(0, 4), window=st.integers(1, 6))
 def test_two_softmax_parts_merged_by_their_log_sum_exp_are_softmax_over_everything(T, sinks, window):
-    """Equation (8), exact: the split identity that the lse merge stands on."""
+    """Equation (22), exact: the split identity that the lse merge stands on."""
     q, k, v, _ = qkv(T)
     inside = exact_set(T, sinks, window)
     causal = torch.ones(T, T, dtype=torch.bool).tril()
@@ -104,7 +104,7 @@ def test_two_softmax_parts_merged_by_their_log_sum_exp_are_softmax_over_everythi
 @pytest.mark.parametrize("memory_per", ["kv", "query"])
 @pytest.mark.parametrize("conv", [0, 3])
 def test_the_memory_read_is_q_times_the_state_of_tokens_s_to_t_minus_w(rule, memory_per, conv):
-    """Equation (7) token by token, from the rule's own inputs: S_{s..t-w} built from scratch for every t."""
+    """Equation (21) token by token, from the rule's own inputs: S_{s..t-w} built from scratch for every t."""
     T, s, w = 23, 3, 5
     layer = make_layer(rule=rule, merge="sum", sinks=s, window=w, memory_per=memory_per, conv=conv)
     q, k, v, hidden = qkv(T)
@@ -180,7 +180,7 @@ def test_moments_survive_keys_with_a_large_bias_in_float32():
 
 
 def test_log_mass_is_exact_for_gaussian_keys():
-    """(9) with a1 = a2 = 1 is the log-mass of n Gaussian keys; sampling error 3/sqrt(n) of a log."""
+    """(23) with a1 = a2 = 1 is the log-mass of n Gaussian keys; sampling error 3/sqrt(n) of a log."""
     torch.manual_seed(0)
     n, d = 50_000, 8
     k = 0.7 * torch.randn(1, n, 1, d, dtype=F64) + 0.3
