@@ -412,7 +412,7 @@ class LinearizedAttention(nn.Module):
         depends on the attention that a block gave: hence a loop. Features, gates and reads are not in it.
         """
         c, (B, T), G, N = self.config, q_bthk.shape[:2], self.kv_heads, bank["k"].shape[1]
-        # Tokens in the memory, now and at the start; a later token's place in the bank is its position - gone.
+        # Tokens in the memory, now and at the start; a later token's place in the bank: its position - gone.
         count = gone = n - (N - T)
         bank = {name: x.contiguous() for name, x in bank.items()}  # rows for `take`
         place = torch.arange(B * N * G, device=q_bthk.device).view(B, N, G)  # its rows, in order of time
