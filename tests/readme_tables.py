@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from figure import figure  # noqa: E402, I001  (in tests/, which distill puts on the path)
 
 import distill  # noqa: E402, F401
 import eval as evaluation  # noqa: E402
@@ -363,10 +364,12 @@ def main() -> None:
     old = path.read_text()
     new = rewritten(old)
     if "--check" in sys.argv:
-        sys.exit("README.md differs from tests/results: run tests/readme_tables.py" if new != old else 0)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(new)
-    temporary.replace(path)
+        same = new == old and (RESULTS / "figure.svg").read_text() == figure(load)
+        sys.exit(0 if same else "README.md or its figure is not what tests/results say: run readme_tables.py")
+    for target, content in ((path, new), (RESULTS / "figure.svg", figure(load))):
+        temporary = target.with_suffix(".tmp")
+        temporary.write_text(content)
+        temporary.replace(target)
 
 
 if __name__ == "__main__":

@@ -385,6 +385,7 @@ def test_the_tables_of_the_readme_are_those_of_the_raw_results():
 
     text = (readme_tables.ROOT / "README.md").read_text()
     assert readme_tables.rewritten(text) == text
+    assert (readme_tables.RESULTS / "figure.svg").read_text() == readme_tables.figure(readme_tables.load)
 
 
 def test_between_35_and_50_percent_of_each_module_are_comment_and_no_function_is_too_long():
