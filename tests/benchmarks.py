@@ -322,10 +322,11 @@ def timed(model, work: Callable) -> tuple[float, object]:
 
 @register(TASKS, "speed")
 def measure_speed(bench: Bench) -> tuple[dict, str]:
-    """Prefill and decoding at 1k, 2k, ... --seq-len tokens: medians of three interleaved prefills, and of 24
-    tokens, of every row in one run. Ratios to the teacher are what to read: times are this machine's."""
+    """Prefill and decoding at 1k, 2k, ... --seq-len tokens (--limit: so many of the longest): medians of
+    three interleaved prefills, and of 24 tokens, of every row in one run. Ratios to the teacher are what to
+    read: times are this machine's."""
     tokens, longest = bench.held_out.flatten(), bench.train.seq_len
-    lengths = [n for n in (2**i for i in range(10, 21)) if n <= longest] or [longest]
+    lengths = ([n for n in (2**i for i in range(10, 21)) if n <= longest] or [longest])[-bench.limit :]
     ids = tokens.repeat(-(-longest // len(tokens)))[None].to(bench.model.device)
     result = {}
     for length in lengths:
