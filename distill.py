@@ -51,6 +51,7 @@ import transformers as hf  # noqa: E402
 hf.utils.is_kernels_available()
 sys.modules["kernels"] = _ours
 from hooks import MemoryCacheLayer, by_rows, full_attention, padding_mask, prepare_inputs  # noqa: E402, F401
+from lora import switch_lora  # noqa: E402
 
 # The tiny teacher in tests/teacher/: 0.9 M parameters, made by tests/make_teacher.py, so that everything here
 # can be run in minutes and without a network.
@@ -75,6 +76,7 @@ class TrainConfig:
     beta2: float = option(0.99, "Adam's second beta", low=0.0, high=0.9999)
     warmup: int = option(10, "warm-up steps, at most a tenth of all", low=0)
     floor: float = option(0.05, "end of the cosine as a part of the peak", low=0.0, high=1.0)
+    lora: int = option(0, "rank of LoRA on q, k, v, o beside the new parameters (peft); 0: frozen", low=0)
     clip: float = option(1.0, "gradient norm limit", low=0.0)
     seed: int = option(0, "seed of initialisation and data order", low=0)
     allocate: int = option(0, "sequences to measure which layers need the pairs; 0: all get the same", low=0)
@@ -88,6 +90,8 @@ class TrainConfig:
 
     def __post_init__(self):
         validate(self)
+        if self.lora and self.loss == "layer":  # a probe hands every layer the teacher's own q, k and v
+            raise ValueError("lora changes q, k, v, which the layer loss takes as given: use --loss ce or kl")
 
 
 # Where options start. "best" is what measured best here (README); "paper" is what the paper says it did.
@@ -244,7 +248,8 @@ def new_parameters(model: hf.PreTrainedModel) -> dict[str, nn.Parameter]:
     """Everything that is trained, under the names of the adapter file.
 
     The names hold the layer's number and no module path: they are the same for every model family."""
-    return {f"layers.{i}.{n}": p for i, m in linear_layers(model).items() for n, p in m.named_parameters()}
+    new = {f"layers.{i}.{n}": p for i, m in linear_layers(model).items() for n, p in m.named_parameters()}
+    return new | {name: p for name, p in model.named_parameters() if ".lora_" in name}
 
 
 def new_layer(model: hf.PreTrainedModel, module: nn.Module, config: LinearizeConfig) -> LinearizedAttention:
@@ -331,17 +336,20 @@ def as_teacher(model: hf.PreTrainedModel):
 
     A switch of one name; no copy of a 32B model is needed to have both."""
     model.set_attn_implementation(model.controller.teacher_attention)
+    switch_lora(model, False)  # --lora, the comparator that is not frozen; nothing happens without it
     try:
         yield
     finally:
         model.set_attn_implementation(NAME)
+        switch_lora(model, True)
 
 
 def fingerprint(model: hf.PreTrainedModel) -> str:
     """Digest of the backbone: it changes if anything was not frozen.
 
     Of the bits, not of values: -0.0 for 0.0 would be found."""
-    return digest({name: x for name, x in model.state_dict().items() if ".linear." not in name})
+    new = (".linear.", ".lora_")
+    return digest({name: x for name, x in model.state_dict().items() if not any(n in name for n in new)})
 
 # ----------------------------------------------------------------------------- 3. losses
 # A loss takes (model, ids (B,T)), leaves gradients in the new parameters, and returns a number to print. Add

@@ -42,6 +42,7 @@ from linear_attn import register
 # isort: split
 # tests/, where command lines live, is on the path since distill was imported
 from explain import explain
+from lora import add_lora
 from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
 from processes import spread, torchrun
 from report import mean_and_error, paired, report, text_table  # noqa: F401
@@ -324,6 +325,8 @@ def train(args: argparse.Namespace) -> None:
             from hybrid import keep_softmax  # it imports this module
 
             keep_softmax(model, tokens, train)
+    if train.lora and not args.adapter:
+        add_lora(model, train.lora)
     if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
     spread(model)  # over the processes of torchrun; nothing happens without it

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from files import UserError, read_checked, write_atomically, write_checked
+from lora import add_lora
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,6 +35,7 @@ def save_adapter(model: PreTrainedModel, folder: Path | str, train=None) -> None
         base_model=model.config._name_or_path,
         model_type=model.config.model_type,
         layers=sorted(distill.linear_layers(model)),
+        lora=getattr(model, "lora", 0),
         linearize=dataclasses.asdict(model.linearize_config),
         train=train and dataclasses.asdict(train),
     )
@@ -58,6 +60,8 @@ def load_linearized(model: PreTrainedModel | str, folder: Path | str) -> PreTrai
     if len(now) == len(then) and (then - now).nan_to_num(0.0).norm() > 0.01 * then.nan_to_num(0.0).norm():
         raise UserError(f"{was}; the weights of {model.config._name_or_path or 'this model'} are others")
     distill.linearize(model, config, about["layers"])
+    if about.get("lora"):
+        add_lora(model, about["lora"])
     set_parameters(model, tensors, folder)
     model.trained = about["train"]
     return model
@@ -95,7 +99,7 @@ def load_progress(model, optimizer, train: distill.TrainConfig, out: Path) -> li
     now, then = settings_of(model, train), about["settings"]
     if changed := sorted(k for k in now if then.get(k) != now[k]):
         raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
-    set_parameters(model, {k: state.pop(k) for k in list(state) if k.startswith("layers.")}, out)
+    set_parameters(model, {k: state.pop(k) for k in list(state) if k in distill.new_parameters(model)}, out)
     numbers = {int(key.rsplit(".", 1)[1]) for key in state}
     moments = {i: {k.split(".")[0]: x for k, x in state.items() if k.endswith(f".{i}")} for i in numbers}
     optimizer.load_state_dict(dict(optimizer.state_dict(), state=moments))

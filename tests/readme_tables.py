@@ -137,8 +137,9 @@ def against() -> str:
 
 def seeds() -> str:
     """The headline row of every seed: what is closed of the gap between "off" and the teacher."""
-    lines = ["| model | T | seed | sequences | perplexity gap closed | KL gap closed |"]
-    lines.append("|---|---|---|---|---|---|")
+    gaps = "perplexity gap closed | KL gap closed | saved on equal bytes: nll, KL"
+    lines = [f"| model | T | seed | sequences | {gaps} |"]
+    lines.append("|---|---|---|---|---|---|---|")
     for model, run in runs("mix_*"):
         rows, closed = run["ppl"]["rows"], []
         for metric, size in (("nll", math.exp), ("kl", float)):
@@ -146,6 +147,8 @@ def seeds() -> str:
                 size(evaluation.mean_and_error(rows[r][metric])[0]) for r in ("teacher", "off", "linear")
             )
             closed.append(f"{(off - on) / (off - teacher):.0%}")
+        saved = (evaluation.paired(rows, metric, "linear", "bytes") for metric in ("nll", "kl"))
+        closed.append(", ".join(f"{x:+.3f} ± {error:.3f}" for x, error in saved))
         seed, count = run["train"]["seed"] % 10, len(rows["off"]["kl"])
         lines.append(f"| {model} | {run['ppl']['seq_len']:,} | {seed} | {count} | {' | '.join(closed)} |")
     return "\n".join(lines)
@@ -307,6 +310,36 @@ def memory() -> str:
         figures = f"{planned:.2f} GB | {measured:.2f} GB | {planned / measured:.2f} | {x['seconds']:.0f}"
         tokens = f"{x['batch']} × {x['seq_len']:,}"
         lines.append(f"| {MODELS[path.stem.split('_')[0]]} | {x['loss']} | {tokens} | {figures} |")
+    return "\n".join(lines)
+
+
+def speed() -> str:
+    """Ratios to the teacher of the same run, and bytes."""
+    times = "prefill ms/token | × teacher | decode ms/token | × teacher"
+    lines = [f"| model | tokens | row | {times} | bytes × teacher |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for model, run in runs("speed_*"):
+        for length, rows in sorted(run["speed"]["lengths"].items(), key=lambda x: int(x[0])):
+            teacher = rows["teacher"]
+            for name, row in rows.items():
+                ratio = {key: row[key] / teacher[key] for key in ("prefill", "decode", "bytes")}
+                prefill = f"{1e3 * row['prefill'] / int(length):.2f} | {ratio['prefill']:.2f}"
+                decode = f"{1e3 * row['decode']:.0f} | {ratio['decode']:.2f}"
+                figures = f"{prefill} | {decode} | {ratio['bytes']:.3f}"
+                lines.append(f"| {model} | {int(length):,} | {name} | {figures} |")
+    return "\n".join(lines)
+
+
+def hybrid() -> str:
+    """Which layers should keep softmax?"""
+    lines = ["| model | kept | choice | perplexity | KL | layers |", "|---|---|---|---|---|---|"]
+    for model, run in runs("hybrid"):
+        for name, row in run["hybrid"].items():
+            how, part = name.split(":")
+            (nll, _), (kl, error) = (evaluation.mean_and_error(row[m]) for m in ("nll", "kl"))
+            figures = f"{math.exp(nll):.2f} | {kl:.4f} ± {error:.4f}"
+            layers = " ".join(map(str, row["layers"]))
+            lines.append(f"| {model} | {float(part):.0%} | {how} | {figures} | {layers} |")
     return "\n".join(lines)
 
 

@@ -11,7 +11,8 @@ Peak of training (weights in --dtype; new parameters in float32 with gradient an
     layer       process + weights + 16 new + tokens (forward + 2 branch)        one layer, whatever the depth
     ce, kl      process + weights + 16 new + tokens (layers (forward + branch) + 4 vocabulary)
 `--allocate` needs one backward pass through the teacher: tokens (layers forward + 4 vocabulary).
-With N devices (fully sharded by torchrun, or --device-map) the weights are spread, the rest is not.
+With N devices (torchrun) each has 1/N of the layers' weights, all of embedding and output projection, and 1/N
+of the batch: Qwen2.5-32B, 8 x 4,096 tokens on 8 devices, 62.4 GB / 8 + 3.1 GB + 0.9 GB + 4.6 GB = 16.8 GB.
 Qwen2.5-32B on one device, 1 x 4,096 tokens: 32.76 billion weights x 2 bytes = 65.5 GB, 56 million new
 parameters x 16 bytes = 0.9 GB, and for the layer loss 4,096 tokens x 1.13 MB = 4.6 GB: 71.4 GB in all.
 """
@@ -53,7 +54,11 @@ def estimate(name: str, config, train, gpus: int = 1) -> dict[str, float]:
     wide = max(p.shape[0] for name, p in model.named_parameters() if "mlp" in name or "experts" in name)
     forward = (6 * D + 3 * wide) * dtype.itemsize
     branch = 4 * (3 * H * L + 2 * G * L * 2 * K / config.block + 14 * H * K)
-    tokens, fixed = train.batch * train.seq_len, PROCESS + frozen * dtype.itemsize / gpus + 16 * new
+    ends = {id(e): e.weight.numel() for e in (model.get_input_embeddings(), model.get_output_embeddings())}
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    whole = sum(ends.values()) // (2 if tied else 1)
+    weights = ((frozen - whole) / gpus + whole) * dtype.itemsize
+    tokens, fixed = -(-train.batch // gpus) * train.seq_len, PROCESS + weights + 16 * new
     deep = len(modules) * (forward + branch) + 4 * 4 * text.vocab_size
     size = state_bytes(model, 10**6)
     return dict(

@@ -485,3 +485,17 @@ def test_bad_input_gets_one_clear_line_and_status_2(args, message, tmp_path, cap
     errors = capsys.readouterr().err.splitlines()
     assert len([x for x in errors if x.startswith("error:") and message in x]) == 1
     assert not any("Traceback" in x for x in errors)
+
+
+# ----------------------------------------------------------------------------- LoRA, the comparator
+
+
+@pytest.mark.parametrize("more, message", [([], "lora changes q, k, v, which the layer loss takes as given"),
+                                           (["--loss", "kl"], "--lora needs peft: pip install peft")])  # fmt: skip
+def test_lora_wants_an_end_to_end_loss_and_peft_and_says_so_in_one_line(
+    more, message, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setitem(sys.modules, "peft", None)  # as where it is not installed
+    assert evaluation.distill_main(["--lora", "8", *more, "--out", str(tmp_path)]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1].startswith("error: ") and message in err[-1]

@@ -30,8 +30,9 @@ def test_layer_training_does_not_grow_with_depth_and_devices_share_the_weights(t
     rest = []
     for layers in (2, 4):
         tiny_model(layers=layers).config.save_pretrained(tmp_path)
-        one, two = (scaling.estimate(str(tmp_path), CONFIG, TrainConfig(), gpus) for gpus in (1, 2))
-        assert one["layer"] - two["layer"] == one["weights"] / 2
+        one, two = (scaling.estimate(str(tmp_path), CONFIG, TrainConfig(batch=n), n) for n in (1, 2))
+        ends = 4 * 50 * 32 * (1 if tiny_model(layers=layers).config.tie_word_embeddings else 2)
+        assert one["layer"] - two["layer"] == (one["weights"] - ends) / 2
         rest.append([one[loss] - one["weights"] - 16 * one["new"] for loss in ("layer", "end_to_end")])
     assert rest[0][0] == rest[1][0] and rest[0][1] < rest[1][1]
 
@@ -45,6 +46,13 @@ def test_the_arithmetic_of_the_docstring_is_that_of_the_plan_for_32b(tmp_path):
     x = scaling.estimate(str(tmp_path), LinearizeConfig(router="mix", window=64, budget=64), train)
     assert round(x["parameters"] / 1e9, 2) == 32.76 and round(x["weights"] / 1e9, 1) == 65.5
     assert round(16 * x["new"] / 1e9, 1) == 0.9 and round(x["layer"] / 1e9, 1) == 71.4
+    eight = scaling.estimate(
+        str(tmp_path),
+        LinearizeConfig(router="mix", window=64, budget=64),
+        TrainConfig(seq_len=4096, batch=8, dtype="bfloat16"),
+        8,
+    )
+    assert round(eight["layer"] / 1e9, 1) == 16.8
     activations = x["layer"] - x["weights"] - 16 * x["new"] - scaling.PROCESS
     assert round(activations / 4096 / 1e6, 2) == 1.13 and round(activations / 1e9, 1) == 4.6
 
