@@ -1,8 +1,8 @@
 """`--lora RANK`: the paper's comparator, low-rank changes of q, k, v and o beside the new parameters.
 
 What "frozen" costs or saves can only be judged against a run that is not. Needs peft (pip install peft), and
-an end-to-end loss: the layer loss compares answers to the same q, k, v, which LoRA changes. The frozen weights
-stay as they are; LoRA's matrices are trained, saved and loaded with the new parameters, and off in the teacher.
+an end-to-end loss: the layer loss compares answers to the same q, k, v, which LoRA changes. Frozen weights
+stay as they are; LoRA's matrices are trained, saved and loaded with the new parameters, off in the teacher.
 """
 
 from __future__ import annotations

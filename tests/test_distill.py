@@ -490,8 +490,10 @@ def test_bad_input_gets_one_clear_line_and_status_2(args, message, tmp_path, cap
 # ----------------------------------------------------------------------------- LoRA, the comparator
 
 
-@pytest.mark.parametrize("more, message", [([], "lora changes q, k, v, which the layer loss takes as given"),
-                                           (["--loss", "kl"], "--lora needs peft: pip install peft")])  # fmt: skip
+NEEDS = ([], "lora changes q, k, v"), (["--loss", "kl"], "--lora needs peft: pip install peft")
+
+
+@pytest.mark.parametrize("more, message", NEEDS)
 def test_lora_wants_an_end_to_end_loss_and_peft_and_says_so_in_one_line(
     more, message, monkeypatch, tmp_path, capsys
 ):
