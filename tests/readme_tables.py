@@ -378,6 +378,7 @@ TABLES = (
     rules,
     kernels,
     memory,
+    speed,
     lines,
 )
 
