@@ -220,7 +220,7 @@ def walk_kernel(e_in, k_out, v, G, x, s0, u, s_in, s_end, T, N, HEADS: constexpr
 def read_kernel(q_in, u, s_in, p, o, T, N, R: constexpr, HEADS: constexpr, K: constexpr, V: constexpr,
                 C: constexpr, BK: constexpr, BV: constexpr, PREC: constexpr):  # fmt: skip
     """(11): one program a chunk, query head and block of BV columns of the output."""
-    # HAZARD: int64 from the first line on: an index times C K V passes 2^31 at a few thousand chunks.
+    # HAZARD: int64 from the first line on: states of 64 x 64 numbers pass 2^31 at half a million chunks.
     index, n, values = tl.program_id(0).to(tl.int64), tl.program_id(0) % N, (tl.program_id(1) * BV, V)
     q_row, row, t0 = index // N, index // N // R, n.to(tl.int64) * C
     P, U = load(p, (index, 1, 0, C), (0, C), C, C), load(u, (row, HEADS, t0, T), values, C, BV)
@@ -341,7 +341,7 @@ def plan(R: int, HEADS: int, K: int, V: int, T: int, chunk: int, DECAY: bool, ER
 
     exact: float32 inputs get float32 products. Else tf32, whose 10 bits are three more than bfloat16 has."""
     # Powers of two, as tl.arange wants; what is beyond T, K or V is masked in `tile`.
-    # A longer chunk means fewer steps of the walks and more work inside; above K = 128 its tiles would spill.
+    # A longer chunk: fewer steps of the walks, more work inside; above K = 128 tiles of 64 are too large.
     C = max(16, min(chunk, 1 << (T - 1).bit_length(), 64 if K <= 128 else 32))  # tl.dot wants 16 or more
     WK, WV = (max(16, 1 << (d - 1).bit_length()) for d in (K, V))
     sizes = dict(R=R, HEADS=HEADS, K=K, V=V, C=C, BK=min(32, WK), BV=min(32, WV), WK=WK, WV=min(16, WV))
@@ -441,7 +441,7 @@ def linear_attention(q_bthk: Tensor | None, k_btgk: Tensor, v_btgv: Tensor, log_
 
     auto: triton for CUDA tensors, else chunked; there one token goes through the cheaper recurrence. Only a
     missing GPU or Triton changes the choice, no error does. Without queries only the state is of interest."""
-    # On a CPU the kernels could only be interpreted, which is thousands of times slower than `chunked`.
+    # On a CPU the kernels could only be interpreted, which is for tests and not for use.
     if impl == "auto":
         impl = "triton" if k_btgk.is_cuda and triton is not None else "chunked"
     if impl == "chunked" and k_btgk.shape[1] == 1:

@@ -65,7 +65,7 @@ def test_the_check_of_an_exercise_accepts_a_right_answer(name, tmp_path, monkeyp
     checked(tmp_path / f"{name}.py", monkeypatch)
 
 
-@pytest.mark.parametrize("number, name", enumerate(ANSWERS, 1))
+@pytest.mark.parametrize("number, name", list(enumerate(ANSWERS, 1)))
 def test_an_exercise_without_an_answer_fails_and_says_what_to_do(number, name, monkeypatch):
     """That a plain `pytest` leaves exercises out, every run of these tests shows."""
     with pytest.raises(NotImplementedError, match=f"exercise {number}: return "):

@@ -5,7 +5,8 @@ A gate forgets by a factor exp(g) in (0, 1), one number a head and token, from t
     g = logsigmoid(h W + b)          h (B,T,D), W (D,H), b (H)  ->  g (B,T,H), float32, never positive
 
 A memory that should last 500 tokens has exp(g) = 0.998. What is that in bfloat16, which has 8 bits? Read
-"HAZARD" and "float32" in linear_attn.py, fill in the function, then: pytest tests/exercises -m exercise -k 1
+"HAZARD" and "float32" in linear_attn.py, fill in the function, then:
+    pytest tests/exercises -m exercise -k test_1
 """
 
 import pytest
