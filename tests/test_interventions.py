@@ -1,6 +1,7 @@
 """interventions.py: what is exact, what is in the memory, and what both make of it together."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -558,6 +559,7 @@ def test_the_configuration_is_frozen_and_survives_json():
 
 def test_the_demonstration_shows_what_every_router_keeps():
     script = Path(la.__file__).with_name("interventions.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    env = os.environ | dict(OMP_NUM_THREADS="1")  # tiny tensors: threads would wait for each other
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(f"\n{router}\n[The" in done.stdout for router in ("recency", "mass", "value", "error", "mix"))
