@@ -122,10 +122,14 @@ def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto", devi
     try:
         if device_map:
             where = json.loads(device_map) if device_map.startswith("{") else device_map
-            place = dict(device_map=where, offload_folder=tempfile.mkdtemp())
+            folder = tempfile.TemporaryDirectory()
+            place = dict(device_map=where, offload_folder=folder.name)
         tokenizer, load = hf.AutoTokenizer.from_pretrained(source, **kw), hf.AutoModelForCausalLM
         model = load.from_pretrained(source, dtype=getattr(torch, dtype), **kw, **place)
-        model = model if device_map or team()[1] > 1 else model.to(device)  # torchrun: spread later
+        if device_map:
+            model.offload_folder = folder  # goes when the model goes: it may be as large
+        elif team()[1] == 1:  # torchrun: spread later
+            model = model.to(device)
     # No traceback for a typo: whatever went wrong in loading is one line for the user.
     except Exception as error:  # a dozen classes: network, JSON parser, no such device, no gguf package, ...
         raise UserError(f"cannot load model {source!r} on {device}: {brief(error)}") from None

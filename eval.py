@@ -325,8 +325,8 @@ def train(args: argparse.Namespace) -> None:
             from hybrid import keep_softmax  # it imports this module
 
             keep_softmax(model, tokens, train)
-    if train.lora and not args.adapter:
-        add_lora(model, train.lora)
+        if train.lora:
+            add_lora(model, train.lora)
     if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
         raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
     spread(model)  # over the processes of torchrun; nothing happens without it

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from kernels import linear_attention
 
 from linear_attn import (  # isort: skip
-    FEATURES, RULES, attend, exact_attention, joined, key_moments, option, register,
+    FEATURES, RULES, attend_tokens, exact_attention, joined, key_moments, option, register,
     running_moments, take, validate, working_dtype
 )
 
@@ -416,7 +416,6 @@ class LinearizedAttention(nn.Module):
         count = gone = n - (N - T)
         bank = {name: x.contiguous() for name, x in bank.items()}  # rows for `take`
         place = torch.arange(B * N * G, device=q_bthk.device).view(B, N, G)  # its rows, in order of time
-
         # Held from earlier calls, between sinks and window.
         routed = place[:, c.sinks : min(self.oldest(n), n) - gone]
         t, first, parts, pasts, writes = n, 0, [], [], None
@@ -431,8 +430,9 @@ class LinearizedAttention(nn.Module):
                 k, v = (take(bank[x], seen) for x in "kv")
             now = place[:, t - gone : end - gone].transpose(1, 2)[..., None]
             visible = None if end - t == 1 else seen.transpose(1, 2)[:, :, None] <= now
-            o, lse, gain = self.attend_block(q_bthk[:, t - n : end - n], k, v, visible, scale, softcap)
-            parts.append((o, lse))
+            *part, p = attend_tokens(q_bthk[:, t - n : end - n], k, v, visible, scale, softcap)
+            parts.append(part)
+            gain = p.detach().float().sum((2, 3)).transpose(1, 2)  # of all queries and all heads of a kv head
             if t == n:
                 bank["received"][:, : end - gone] += gain  # in place: this call's own tensor
             else:
@@ -468,14 +468,6 @@ class LinearizedAttention(nn.Module):
         At the end of a block the window has all its tokens; queries before it see fewer."""
         c = self.config
         return max(t - t % c.block + c.block - c.window, c.sinks)
-
-    def attend_block(self, q_bthk, k_blgk, v_blgv, visible, scale: float, softcap) -> tuple:
-        """(o (B,T,H,V), log-sum-exp (B,T,H), received (B,L,G)): what a key was given by all queries of the
-        block and all query heads of its kv head."""
-        q_bgrck = q_bthk.unflatten(2, (self.kv_heads, -1)).permute(0, 2, 3, 1, 4)
-        o, lse, p = attend(q_bgrck, k_blgk.transpose(1, 2), v_blgv.transpose(1, 2), visible, scale, softcap)
-        o_bthv, lse_bth = o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
-        return o_bthv, lse_bth, p.detach().float().sum((2, 3)).transpose(1, 2)
 
     def ask(self, q_memory: Tensor, pasts: list[tuple], t: int, origin: Tensor) -> tuple[Tensor, dict]:
         """o = S^T q, and the moments, of all blocks at once: queries from position t on, and for each block

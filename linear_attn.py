@@ -105,6 +105,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
     return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), lse, p
 
 
+def attend_tokens(q_bthk, k_blgk, v_blgv, visible: Tensor | None, scale: float, softcap: float | None = None):
+    """`attend` in the layout of everything else: o (B,T,H,V), log-sum-exp (B,T,H), and p (B,G,R,T,L)."""
+    q_bgrtk = q_bthk.unflatten(2, (k_blgk.shape[2], -1)).permute(0, 2, 3, 1, 4)
+    o, lse, p = attend(q_bgrtk, k_blgk.transpose(1, 2), v_blgv.transpose(1, 2), visible, scale, softcap)
+    return o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3), p
+
+
 def exact_attention(
     q_bthk: Tensor, k_btgk: Tensor, v_btgv: Tensor, sinks: int, window: int, scale: float,
     softcap: float | None = None, block: int = 64,
@@ -125,9 +132,7 @@ def exact_attention(
         k, v = k_btgk, v_btgv
         if first >= sinks + window:
             k, v = (torch.cat([x[:, :sinks], x[:, first + 1 - window :]], 1) for x in (k, v))
-        q_bgrck = q_bthk.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
-        o, lse, _ = attend(q_bgrck, k.transpose(1, 2), v.transpose(1, 2), None, scale, softcap)
-        return o.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.permute(0, 3, 1, 2).flatten(2, 3)
+        return attend_tokens(q_bthk, k, v, None, scale, softcap)[:2]
     # Blocks overlap in their keys: `unfold` cuts N pieces of window-1+C keys each from one tensor.
     q_bnchk = F.pad(q_bthk, (0, 0, 0, 0, 0, N * C - T)).unflatten(1, (N, C))
     at_nc1 = first + torch.arange(N * C, device=device).view(N, C, 1)

@@ -99,7 +99,7 @@ def load_progress(model, optimizer, train: distill.TrainConfig, out: Path) -> li
     now, then = settings_of(model, train), about["settings"]
     if changed := sorted(k for k in now if then.get(k) != now[k]):
         raise UserError(f"--resume needs the settings of the first run; changed: {', '.join(changed)}")
-    set_parameters(model, {k: state.pop(k) for k in list(state) if k in distill.new_parameters(model)}, out)
+    set_parameters(model, {k: state.pop(k) for k in distill.new_parameters(model) if k in state}, out)
     numbers = {int(key.rsplit(".", 1)[1]) for key in state}
     moments = {i: {k.split(".")[0]: x for k, x in state.items() if k.endswith(f".{i}")} for i in numbers}
     optimizer.load_state_dict(dict(optimizer.state_dict(), state=moments))

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor
 
 from interventions import State
-from linear_attn import attend
+from linear_attn import attend_tokens
 
 
 def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):
@@ -92,7 +92,7 @@ def prepare_inputs(module, args, kwargs):
 
 def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, window=None) -> Tensor:
     """The teacher's softmax, for layers that keep it, with their own window: T queries, last of all keys."""
-    T, N, G = q.shape[1], k.shape[1], k.shape[2]
+    T, N = q.shape[1], k.shape[1]
     if softcap is None and mask_bt is None and T in (1, N) and N <= (window or N):
         x = (y.transpose(1, 2) for y in (q, k, v))
         out = F.scaled_dot_product_attention(*x, is_causal=T > 1, scale=scale, enable_gqa=True)
@@ -102,9 +102,7 @@ def full_attention(q, k, v, mask_bt: Tensor | None, scale: float, softcap=None, 
     visible = ((age >= 0) & (age < (window or N)))[None, None]
     if mask_bt is not None:
         visible = visible & mask_bt[:, None, None, -N:].bool()
-    q_bgrtk = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
-    o_bgrtv, _, _ = attend(q_bgrtk, k.transpose(1, 2), v.transpose(1, 2), visible, scale, softcap)
-    return o_bgrtv.permute(0, 3, 1, 2, 4).flatten(2, 3).nan_to_num(0.0)  # padding attends to nothing
+    return attend_tokens(q, k, v, visible, scale, softcap)[0].nan_to_num(0.0)  # padding attends to nothing
 
 
 def by_rows(layer, x, mask, memory: MemoryCacheLayer | None, scale: float, softcap: float | None) -> Tensor:

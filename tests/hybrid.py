@@ -51,8 +51,17 @@ register(HARDNESS, "concentration")(functools.partial(of_keys, key_concentration
 register(HARDNESS, "residual")(functools.partial(of_keys, projection_residual, 1.0))
 
 
-def layers_to_keep(model, keep: str, tokens: Tensor, train: TrainConfig) -> tuple[int, ...]:
-    """What `keep` means for this model, all of whose layers are linearized now."""
+def hardness(model, how: str, tokens: Tensor, train: TrainConfig) -> Tensor:
+    """A figure of every layer on two training sequences."""
+    measure = lookup(HARDNESS | dict(hardest=effect, uniform=None), how, "choice of --keep")
+    sequences = distill.batches(tokens, dataclasses.replace(train, batch=1, steps=2, seed=train.seed + 1))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(train.seed)
+        return sum(measure(model, ids) for ids in sequences)
+
+
+def layers_to_keep(model, keep: str, measured: Callable[[str], Tensor]) -> tuple[int, ...]:
+    """What `keep` means for this model, all of whose layers are linearized now; measured(how): `hardness`."""
     every, (how, _, part) = sorted(linear_layers(model)), keep.partition(":")
     try:
         kept = () if part else tuple(int(x) for x in how.split(","))
@@ -65,18 +74,14 @@ def layers_to_keep(model, keep: str, tokens: Tensor, train: TrainConfig) -> tupl
     if part and how == "uniform":
         kept = [every[math.floor((i + 0.5) * len(every) / count)] for i in range(count)]
     elif part:
-        hardness = lookup(HARDNESS | dict(hardest=effect, uniform=None), how, "choice of --keep")
-        sequences = distill.batches(tokens, dataclasses.replace(train, batch=1, steps=2, seed=train.seed + 1))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(train.seed)
-            hard = sum(hardness(model, ids) for ids in sequences)
-        kept = [every[i] for i in hard.topk(count).indices.tolist()]
+        kept = [every[i] for i in measured(how).topk(count).indices.tolist()]
     return tuple(sorted(kept))
 
 
 def keep_softmax(model, tokens: Tensor, train: TrainConfig) -> None:
     """Between `linearize` and training: the model again, with softmax where --keep says."""
-    kept, config = layers_to_keep(model, train.keep, tokens, train), model.linearize_config
+    measured = functools.partial(hardness, model, tokens=tokens, train=train)
+    kept, config = layers_to_keep(model, train.keep, measured), model.linearize_config
     rest = [i for i in linear_layers(model) if i not in kept]
     distill.linearize(distill.delinearize(model), config, rest, train.seed)
 
@@ -99,7 +104,9 @@ def measure_hybrid(bench: Bench) -> tuple[dict, str]:
     """Perplexity and KL of the adapter with softmax back in some layers, chosen in four ways."""
     lines = ["| kept | choice | layers | ppl | KL | bytes/sequence |", "|---|---|---|---|---|---|"]
     result: dict[str, dict] = {}
-    chosen = {(part, how): layers_to_keep(bench.model, f"{how}:{part}", bench.tokens, bench.train)
+    # Once for all parts: `effect` is a backward pass through the teacher.
+    measured = functools.cache(lambda how: hardness(bench.model, how, bench.tokens, bench.train))
+    chosen = {(part, how): layers_to_keep(bench.model, f"{how}:{part}", measured)
               for part in (0.1, 0.25, 0.5) for how in ("uniform", *HARDNESS)}  # fmt: skip
     for (part, how), kept in tqdm(({(0, "none"): ()} | chosen).items(), "hybrid", leave=False, disable=None):
         with softmax_in(bench.model, kept):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +16,8 @@ import torch.distributed as dist
 from files import team
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+
+from distill import attention_modules, new_parameters
 
 
 @contextlib.contextmanager
@@ -36,7 +37,6 @@ def torchrun() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
             dist.destroy_process_group()
 
 
@@ -45,8 +45,7 @@ def spread(model) -> None:
     if (processes := team()[1]) == 1:
         return
     mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (processes,))
-    for name, module in list(model.named_modules()):
-        if hasattr(module, "layer_idx") and hasattr(module, "num_key_value_groups"):
-            new = set(module.linear.parameters()) if hasattr(module, "linear") else set()
-            fully_shard(model.get_submodule(name.rpartition(".")[0]), mesh=mesh, ignored_params=new)
+    attention, new = set(attention_modules(model)), set(new_parameters(model).values())
+    for layer in [m for m in model.modules() if attention.intersection(m.children())]:
+        fully_shard(layer, mesh=mesh, ignored_params=new.intersection(layer.parameters()))
     model.to(mesh.device_type)

@@ -23,7 +23,7 @@ def train(keep):
 @pytest.mark.parametrize("keep, want", [("0,3", (0, 3)), ("uniform:0.5", (1, 3)), ("uniform:0.25", (2,))])
 def test_layers_are_named_or_evenly_spaced(keep, want):
     model = linearize(tiny_model(layers=4), CONFIG)
-    assert layers_to_keep(model, keep, TOKENS, train(keep)) == want
+    assert layers_to_keep(model, keep, lambda how: hybrid.hardness(model, how, TOKENS, train(keep))) == want
 
 
 @pytest.mark.parametrize("how", HARDNESS)
@@ -32,7 +32,8 @@ def test_the_hardest_layer_is_the_one_with_the_largest_figure(how, monkeypatch):
     figure = HARDNESS[how](model, IDS)
     assert figure.shape == (4,) and figure.isfinite().all() and len(set(figure.tolist())) == 4
     monkeypatch.setitem(HARDNESS, how, lambda model, ids: figure)
-    assert layers_to_keep(model, f"{how}:0.25", TOKENS, train("")) == (figure.argmax().item(),)
+    measured = lambda how: hybrid.hardness(model, how, TOKENS, train(""))  # noqa: E731
+    assert layers_to_keep(model, f"{how}:0.25", measured) == (figure.argmax().item(),)
 
 
 def test_a_layer_with_all_its_pairs_costs_nothing_and_is_never_the_hardest():
