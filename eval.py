@@ -122,7 +122,7 @@ def layer_bytes(layer: LinearizedAttention, length: int, dtype: torch.dtype) -> 
     so that a student's rule or router pays for what it keeps without telling anyone.
     """
     layer, state, c = copy.deepcopy(layer).to("meta"), State(), layer.config
-    length = min(length, (c.exact_pairs // c.block + 2) * c.block - 1)  # the end of a block: the most it has
+    length = min(length, c.exact_pairs + 1)  # the state grows until the first token has left
     heads = (layer.heads, layer.key_dim), (layer.kv_heads, layer.key_dim), (layer.kv_heads, layer.value_dim)
     x = [torch.empty(1, length, *s, dtype=dtype, device="meta") for s in (*heads, (layer.d_model,))]
     layer(*x, state=state)

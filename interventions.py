@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,9 +83,9 @@ class LinearizeConfig:
         object.__setattr__(self, "budgets", tuple(self.budgets))  # JSON has lists
         if any(b < 0 for b in self.budgets):
             raise ValueError(f"budgets must be at least 0, got {min(self.budgets)}")
-        # A block leaves the window as a whole: the window has to hold at least one, and whole ones.
-        if self.router != "recency" and (self.window < self.block or self.window % self.block):
-            want = f"window must be a multiple of block {self.block}, got {self.window}"
+        # A router judges what the window will have passed by the end of the block: tokens that are there.
+        if self.router != "recency" and self.window < self.block:
+            want = f"window must be at least the block of {self.block}, got {self.window}"
             raise ValueError(f"router {self.router}: {want}")
         if self.router in ASK_THE_MEMORY and not MERGES[self.merge].uses_memory:
             raise ValueError(f"router {self.router} asks the memory, and merge {self.merge} has none")
@@ -329,7 +330,7 @@ class LinearizedAttention(nn.Module):
         out, exact = path(q_bthk, q_memory, bank, rest, past.count, scale, softcap)
         if state is not None:  # HAZARD: a view would keep the whole prompt alive
             state.count = past.count + q_bthk.shape[1]
-            state.exact, state.rest = ({n: x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+            state.exact, state.rest = ({n: x.clone() if x.untyped_storage().nbytes() > 2 * x.nbytes else x
                                         for n, x in d.items()} for d in (exact, rest))  # fmt: skip
         return out
 
@@ -371,11 +372,17 @@ class LinearizedAttention(nn.Module):
         k, v = tokens.get("k_memory", tokens["k"]), tokens.get("v_memory", tokens["v"])
         return self.rule.writes(tokens["code"], k, v)
 
-    def answer(self, out, lse, first: int, q_bthk, o_bthv, moments: dict, scale: float) -> Tensor:
-        """One answer of two: queries from `first` on have a memory, which says o = S^T q; before it the exact
-        part is the teacher's answer. A merge with moments wants an average of values, not a sum."""
-        read = self.rule.read(o_bthv)  # from S^T q to an estimate of a value, or a sum of them
-        if self.rule.sums and self.merge.uses_moments:
+    def recall(self, out, lse, first: int, q_bthk, q_memory, left: dict, gone: int, rest: dict, scale: float):
+        """One answer of two: queries from `first` on have a memory, before it the exact part is the teacher's.
+
+        left: the tokens that leave, one a query, after `gone` earlier ones. HAZARD: (21) wants them in step.
+        """
+        c, q_in, writes = self.config, self.rule.queries(q_memory[:, first:]), self.writes(left)
+        o, rest["S"] = linear_attention(q_in, *writes, rest["S"], chunk=c.chunk, impl=c.impl)
+        moments, sums = running_moments(left["k"], gone, tuple(rest[name] for name in SUMS))
+        rest |= dict(zip(SUMS, sums))
+        read = self.rule.read(o)  # from S^T q to an estimate of a value, or a sum of them
+        if self.rule.sums and self.merge.uses_moments:  # which wants an average of values, not a sum
             read = read / moments["count"][..., None, None]
         merged = self.merge(out[:, first:], lse[:, first:], read, q_bthk[:, first:], moments, scale)
         return joined([out[:, :first], merged] if first else [merged])
@@ -388,37 +395,35 @@ class LinearizedAttention(nn.Module):
         # The exact part needs no loop over tokens, nor does the memory: its tokens are the bank without the
         # sinks and the last w, its queries those that come w later. One slice makes the shift of (21).
         out, lse = exact_attention(q_bthk, bank["k"], bank["v"], c.sinks, c.reach, scale, softcap)
-        first = max(c.exact_pairs - (N - T), 0)  # the first query with a memory; before it, the teacher
+        first = max(c.exact_pairs - n, 0)  # the first query with a memory
         if self.rule is not None and first < T:
             left = {name: x[:, c.sinks : N - c.reach] for name, x in bank.items()}
-            q_in, writes = self.rule.queries(q_memory[:, first:]), self.writes(left)
-            # HAZARD: tokens and queries go in step, so there must be equally many: T - first of each.
-            o, rest["S"] = linear_attention(q_in, *writes, rest["S"], chunk=c.chunk, impl=c.impl)
-            moments, sums = running_moments(left["k"], n - (N - T), tuple(rest[name] for name in SUMS))
-            rest |= dict(zip(SUMS, sums))
-            out = self.answer(out, lse, first, q_bthk, o, moments, scale)
+            out = self.recall(out, lse, first, q_bthk, q_memory, left, n - (N - T), rest, scale)
         if N > c.exact_pairs:  # what is neither sink nor in the window is in the memory now: let it go
             bank = {name: torch.cat([x[:, : c.sinks], x[:, N - c.reach :]], 1) for name, x in bank.items()}
         return out, bank
 
     def routed(self, q_bthk, q_memory, bank, rest: dict, n: int, scale: float, softcap: float | None):
-        """Blocks of queries; after each the router says who of the pool stays exact, and the rest is written.
+        """As `shifted`, with the one difference that a router says in which order tokens leave.
 
-        A query in the block that ends at `border` sees the sinks, `budget` routed tokens a kv head, and the
-        window from border - window on: at most sinks + budget + window pairs. The pool is the routed tokens
-        and the block that leaves the window. Every token is in one place, none is dropped or written twice.
+        At every multiple of `block` it judges a pool: the routed tokens, and those that the window will pass
+        within the block. `budget` of them stay, the others leave, one a query, in order of time: none before
+        the window has passed it. So each query sees sinks + budget + window tokens, as under recency, and
+        (21) holds for tokens in that order. Every token is in one place, none is dropped or written twice.
 
-        Blocks begin at multiples of `block`, wherever a call begins: pieces equal one pass. Who stays exact
-        depends on the attention that a block gave: hence a loop. Features, gates and reads are not in it.
+        Blocks begin at multiples of `block`, wherever a call begins: pieces equal one pass. Who stays depends
+        on the attention that a block gave: hence a loop. The memory's answers are not in it.
         """
         c, (B, T), G, N = self.config, q_bthk.shape[:2], self.kv_heads, bank["k"].shape[1]
-        # Tokens in the memory, now and at the start; a later token's place in the bank: its position - gone.
-        count = gone = n - (N - T)
+        gone = n - (N - T)  # tokens in the memory; a later one's place in the bank is its position - gone
         bank = {name: x.contiguous() for name, x in bank.items()}  # rows for `take`
-        place = torch.arange(B * N * G, device=q_bthk.device).view(B, N, G)  # its rows, in order of time
-        # Held from earlier calls, between sinks and window.
-        routed = place[:, c.sinks : min(self.oldest(n), n) - gone]
-        t, first, parts, pasts, writes = n, 0, [], [], None
+        place = torch.arange(B * N * G, device=q_bthk.device).view(B, N, G)  # its rows
+        # Held from earlier calls, in this order: tokens that leave in this block, sinks, routed ones, window.
+        border = n - n % c.block + c.block
+        held = max(0, min(border - n, border - c.exact_pairs))
+        leaving, sinks = place[:, :held], place[:, held : held + c.sinks]
+        routed = place[:, held + c.sinks : min(self.oldest(n), n) - gone]
+        t, parts, order, known = n, [], [], dict(S=rest.get("S"), left=[])
         while t < n + T:
             border = t - t % c.block + c.block
             end = min(border, n + T)
@@ -426,103 +431,80 @@ class LinearizedAttention(nn.Module):
                 seen, (k, v) = place[:, : end - gone], (bank[x][:, : end - gone] for x in "kv")
             else:
                 window = place[:, self.oldest(t) - gone : end - gone]
-                seen = torch.cat([place[:, : min(c.sinks, end)], routed, window], 1)
+                seen = torch.cat([leaving, sinks[:, :end], routed, window], 1)
                 k, v = (take(bank[x], seen) for x in "kv")
-            now = place[:, t - gone : end - gone].transpose(1, 2)[..., None]
-            visible = None if end - t == 1 else seen.transpose(1, 2)[:, :, None] <= now
+            # Query t + i sees neither who has left by then, in the first columns, nor what comes after it.
+            have_left, left_now = (max(0, leaving.shape[1] - (border - x)) for x in (t + 1, end))
+            if end - t == 1:
+                visible, (seen, k, v) = None, (x[:, have_left:] for x in (seen, k, v))
+            else:
+                at = torch.arange(seen.shape[1], device=k.device)
+                i = torch.arange(t - end, 0, device=k.device)[:, None]
+                visible = ((at > i + leaving.shape[1] - border + end) & (at <= i + len(at)))[None, None]
             *part, p = attend_tokens(q_bthk[:, t - n : end - n], k, v, visible, scale, softcap)
             parts.append(part)
             gain = p.detach().float().sum((2, 3)).transpose(1, 2)  # of all queries and all heads of a kv head
-            if t == n:
-                bank["received"][:, : end - gone] += gain  # in place: this call's own tensor
-            else:
-                bank["received"].view(-1).index_add_(0, seen.flatten(), gain.flatten())
-            # What the memory knows now. Reads wait until all blocks are through: one product, not many.
-            if count and self.rule is not None:
-                pasts.append((rest["S"], rest["total"], rest["square"], rest["S"].new_full((1, 1), count)))
-            else:
-                first = end - n
+            bank["received"].view(-1).index_add_(0, seen.flatten(), gain.flatten())  # this call's own tensor
+            order.append(leaving[:, :left_now])
+            known["left"].append(order[-1])
+            leaving = leaving[:, left_now:]
             if end == border:
                 bank["received"] *= 0.5 ** (c.block / c.half_life)  # for all alike: no order changes
-                left = place[:, self.oldest(t) - gone : self.oldest(border) - gone]
-                if self.rule is not None and writes is None:  # features and gates, once for all tokens
-                    writes = [None if x is None else x.contiguous() for x in self.writes(bank)]
-                routed, evicted = self.choose(bank, writes, torch.cat([routed, left], 1), rest, count)
-                if evicted.shape[1] and writes is not None:
-                    self.write(bank["k"], writes, evicted, rest)
-                count += evicted.shape[1]
+                pool = torch.cat([routed, place[:, self.oldest(t) - gone : self.oldest(border) - gone]], 1)
+                routed, leaving = self.choose(bank, pool, known, max(0, border - c.exact_pairs))
             t = end
         out, lse = (joined(x) for x in zip(*parts))
-        if pasts:
-            o, moments = self.ask(q_memory[:, first:], pasts, n + first, rest["origin"])
-            out = self.answer(out, lse, first, q_bthk, o, moments, scale)
-        if n // c.block != t // c.block:  # tokens were evicted: keep the others
-            # Sinks, routed, window: the order in which `enter` will expect them.
-            kept = torch.cat([place[:, : min(c.sinks, N)], routed, place[:, self.oldest(t) - gone :]], 1)
+        first = max(c.exact_pairs - n, 0)
+        if self.rule is not None and first < T:
+            left = {name: take(x, joined(order)) for name, x in bank.items()}
+            out = self.recall(out, lse, first, q_bthk, q_memory, left, gone, rest, scale)
+        if n // c.block == t // c.block:
+            bank = {name: x[:, held - leaving.shape[1] :] for name, x in bank.items()}
+        else:
+            kept = torch.cat([leaving, sinks[:, :t], routed, place[:, self.oldest(t) - gone :]], 1)
             bank = {name: take(x, kept) for name, x in bank.items()}
         return out, bank
 
     def oldest(self, t: int) -> int:
-        """The first token of the window that query t sees: the same for all queries of a block.
-
-        At the end of a block the window has all its tokens; queries before it see fewer."""
+        """The first of the tokens that the window has all through the block of query t."""
         c = self.config
         return max(t - t % c.block + c.block - c.window, c.sinks)
 
-    def ask(self, q_memory: Tensor, pasts: list[tuple], t: int, origin: Tensor) -> tuple[Tensor, dict]:
-        """o = S^T q, and the moments, of all blocks at once: queries from position t on, and for each block
-        the past that it asks (S, sums of the moments, count)."""
-        C, T, q = self.config.block, q_memory.shape[1], self.rule.queries(q_memory)
-        (states, *sums), before = zip(*pasts), 0
-        S_bngkv, sums = torch.stack(states, 1), [joined(x) for x in sums]
-        if len(states) > 1:
-            before = t % C
-            q = F.pad(q, (0, 0, 0, 0, before, -(t + T) % C))
-            block = torch.arange(t, t + T, device=q.device) // C - t // C
-            sums = [x[:, block] for x in sums]  # to every query its block's
-        total, square, known = sums
-        q_bncgrk = q.unflatten(1, (len(states), -1)).unflatten(3, (S_bngkv.shape[2], -1))
-        q_bngrck = q_bncgrk.permute(0, 1, 3, 4, 2, 5)
-        o_bngrcv = (q_bngrck.flatten(3, 4) @ S_bngkv).unflatten(3, q_bngrck.shape[3:5])
-        o_bthv = o_bngrcv.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2)[:, before : before + T]
-        return o_bthv, key_moments(known, origin, total, square)
-
     # Who stays is decided without a gradient: a ranking has none. The router is in the training loop all the
-    # same: what it evicts is what the memory learns to hold.
+    # same: what it lets go is what the memory learns to hold.
     @torch.no_grad()
-    def choose(self, bank: dict, writes, pool: Tensor, rest: dict, count: int) -> tuple[Tensor, Tensor]:
-        """(who stays exact, who is evicted): places in the bank, each in position order. No gradient."""
+    def choose(self, bank: dict, pool: Tensor, known: dict, count: int) -> tuple[Tensor, Tensor]:
+        """(who stays exact, who leaves): places in the bank, each in order of time. No gradient."""
         budget = self.config.budget
-
-        # Called by routers that want it: a read of the memory for every token of the pool.
-        def recall_error() -> Tensor:
-            if writes is None:  # no memory recalls nothing
-                return known.size
-            key, value = (take(x, pool) for x in writes[:2])
-            read = self.rule.read((key.transpose(1, 2) @ rest["S"]).transpose(1, 2))
-            read = read / max(count, 1) if self.rule.sums else read
-            error = (value[..., : self.value_dim] - read).norm(dim=-1)
-            return error.unflatten(2, (self.kv_heads, -1)).mean(3)
-
         if pool.shape[1] <= budget:  # room for all of them
             return pool, pool[:, :0]
         position, received, value = (take(bank[name], pool) for name in ("position", "received", "v"))
-        known = Pool(position, received, value.float().norm(dim=-1), recall_error, budget)
-        score = ROUTERS[self.config.router](known)  # sinks are not in the pool: they cannot be voted out
-        # Stable: among equals the older stays, in one call and in pieces alike. Places go in order of time,
-        # so that the memory is written in the order of the text.
+        size = value.float().norm(dim=-1)
+        recall_error = functools.partial(self.recall_error, bank, pool, known, count)
+        score = ROUTERS[self.config.router](Pool(position, received, size, recall_error, budget))
+        # Sinks are not in the pool: they cannot be voted out. Stable: among equals the older stays, in one
+        # call and in pieces alike. Places go in order of time, and the memory is written in it.
         order = score.argsort(dim=1, descending=True, stable=True)
         return tuple(pool.gather(1, part).sort(1).values for part in order.tensor_split([budget], 1))
 
-    def write(self, k: Tensor, writes, evicted: Tensor, rest: dict) -> None:
-        """Evicted tokens enter the memory: the state, and the sums of the moments.
+    def recall_error(self, bank: dict, pool: Tensor, known: dict, count: int) -> Tensor:
+        """||v - what the memory, of `count` tokens, answers to k||, (B,P,G).
 
-        HAZARD: in order of time. The delta rule replaces what it finds: the later of two equal keys wins."""
-        key, *more = (None if x is None else take(x, evicted) for x in writes)  # each head its own tokens
-        _, rest["S"] = linear_attention(None, key, *more, rest["S"], self.config.chunk, self.config.impl)
-        shifted = take(k, evicted).to(rest["S"].dtype) - rest["origin"]
-        rest["total"] = rest["total"] + shifted.sum(1, True)
-        rest["square"] = rest["square"] + shifted.square().sum(1, True)
+        Only a router that asks needs the memory's state within the loop: `known` has the last that was asked,
+        and who has left since."""
+        if self.rule is None:  # no memory recalls nothing
+            return take(bank["v"], pool).float().norm(dim=-1)
+        if "writes" not in known:  # features and gates, once for all tokens
+            known["writes"] = [None if x is None else x.contiguous() for x in self.writes(bank)]
+        left, known["left"] = joined(known["left"]), []
+        if left.shape[1]:
+            tokens = (None if x is None else take(x, left) for x in known["writes"])
+            _, known["S"] = linear_attention(None, *tokens, known["S"], self.config.chunk, self.config.impl)
+        key, value = (take(x, pool) for x in known["writes"][:2])
+        read = self.rule.read((key.transpose(1, 2) @ known["S"]).transpose(1, 2))
+        read = read / max(count, 1) if self.rule.sums else read
+        error = (value[..., : self.value_dim] - read).norm(dim=-1)
+        return error.unflatten(2, (self.kv_heads, -1)).mean(3)
 
     def variant(self, **changes) -> LinearizedAttention:
         """The same parameters under another config: what a control is. `merge="off"`: no memory at all."""
