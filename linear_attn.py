@@ -204,8 +204,14 @@ def sum_after(g: Tensor) -> Tensor:
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
 
-def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i), j < i, else 0. x, k (..., C, K); g (..., C, K|1).
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """x (..., R, C, K) @ y (..., 1, K, D): the rows of all R in one product; matmul would copy y R times."""
+    return (x.flatten(-3, -2) @ y.squeeze(-3)).unflatten(-2, x.shape[-3:-1])
+
+
+def decayed_products(x: Tensor, k: Tensor, g: Tensor | None, diagonal: int) -> Tensor:
+    """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i), j < i, else 0. With diagonal = 0 also j = i, where
+    nothing decays; -1: without. x (..., R, C, K), k (..., 1, C, K); g (..., 1, C, K|1).
 
     The obvious factorisation x exp(G) (k exp(-G))^T overflows, because exp(-G) grows without bound over a
     chunk. Halving avoids it: each half is a smaller problem of the same kind, and for i in the right and j in
@@ -215,15 +221,16 @@ def decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     C = x.shape[-2]
     # Without decay (2) is a plain product below the diagonal.
     if g is None or C == 1:
-        return (x @ k.mT).tril(-1)
+        return products(x, k.mT).tril(diagonal)
     if g.shape[-1] == 1:  # one decay for all channels leaves the sum: its own sums, one a pair, are few
-        return (x @ k.mT) * g.expand(*g.shape[:-1], C).tril(-1).cumsum(-2).exp().tril(-1)
-    # Halves: pairs within each by recursion, pairs across the border by one product.
-    x, k, g = (z.unflatten(-2, (2, C // 2)) for z in (x, k, g))
-    first, last = decayed_products(x, k, g).unbind(-3)
-    right = x[..., 1, :, :] * g[..., 1, :, :].cumsum(-2).exp()
-    left = k[..., 0, :, :] * sum_after(g[..., 0, :, :]).exp()
-    return torch.cat([F.pad(first, (0, C // 2)), torch.cat([right @ left.mT, last], -1)], -2)
+        decay = g.expand(*g.shape[:-1], C).tril(-1).cumsum(-2).exp().tril(diagonal)
+        return products(x, k.mT) * decay
+    # Halves, (..., 2, R, C/2, K): pairs within each by recursion, pairs across the border by one product.
+    x, k, g = (z.unflatten(-2, (2, C // 2)).transpose(-4, -3) for z in (x, k, g))
+    first, last = decayed_products(x, k, g, diagonal).unbind(-4)
+    right = x[..., 1, :, :, :] * g[..., 1, :, :, :].cumsum(-2).exp()
+    left = k[..., 0, :, :, :] * sum_after(g[..., 0, :, :, :]).exp()
+    return torch.cat([F.pad(first, (0, C // 2)), torch.cat([products(right, left.mT), last], -1)], -2)
 
 
 def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, state=None, chunk: int = 64):
@@ -249,10 +256,10 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
     C = min(chunk, 1 << (T - 1).bit_length())  # a short input needs no long chunk
 
     def split(x: Tensor) -> Tensor:
-        """(b, t, g*r, ...) -> (b, g, r, n, c, ...), r = 1 for all but queries. Padding with zeros is safe:
+        """(b, t, g*r, ...) -> (b, g, n, r, c, ...), r = 1 for all but queries. Padding with zeros is safe:
         b = w = g = 0 leaves the state alone."""
         x = F.pad(x.to(dtype), (0, 0) * (x.dim() - 2) + (0, -T % C))
-        return x.unflatten(1, (-1, C)).movedim(3, 1).unflatten(1, (G, -1))
+        return x.unflatten(1, (-1, C)).unflatten(3, (G, -1)).movedim((3, 1, 4), (1, 2, 3)).contiguous()
 
     written_btgv = v_btgv if write is None else write[..., None].to(dtype) * v_btgv
     k, U_v, g, since_entry, kept = split(k_btgk), split(written_btgv), None, None, S.new_ones(1, 1)
@@ -265,23 +272,23 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
     # (3): writes of a chunk depend on each other, because each erases what the earlier ones have written.
     if erase is not None:
         b = split(erase[..., None])
-        A = b * decayed_products(k, k, g)  # the unit diagonal is implied by the solver
+        A = b * decayed_products(k, k, g, -1)  # the unit diagonal is implied by the solver
         rhs = torch.cat([U_v, b * k_in], -1)
         U_v, U_k = torch.linalg.solve_triangular(A, rhs, upper=False, unitriangular=True).split([V, K], -1)
     # What is left to do one chunk after the other; the rest was done for all chunks at once.
     S_bg1kv, entries, added = S[:, :, None], [], []
-    kept = kept.expand(*k.shape[:4], *kept.shape[-2:])  # (b, g, 1, n, K or 1, 1)
-    for kept_n, k_out_n, U_v_n, U_k_n in zip(*(z.unbind(3) for z in (kept, k_out.mT, U_v, U_k))):  # (5)
+    kept = kept.expand(*k.shape[:4], *kept.shape[-2:])  # (b, g, n, 1, K or 1, 1)
+    for kept_n, k_out_n, U_v_n, U_k_n in zip(*(z.unbind(2) for z in (kept, k_out.mT, U_v, U_k))):  # (5)
         entries.append(S_bg1kv)
         added.append(U_v_n if erase is None else U_v_n - U_k_n @ S_bg1kv)
         S_bg1kv = kept_n * S_bg1kv + k_out_n @ added[-1]
     if q_bthk is None:
         return None, S_bg1kv[:, :, 0]
     q = split(q_bthk)
-    P = decayed_products(q, k, g) + torch.diag_embed((q * k).sum(-1))
+    P = decayed_products(q, k, g, 0)
     q_in = q if g is None else q * since_entry
-    o_bgrncv = q_in @ torch.stack(entries, 3) + P @ torch.stack(added, 3)  # (4)
-    o_bthv = o_bgrncv.flatten(3, 4)[..., :T, :].flatten(1, 2).transpose(1, 2)
+    o_bgnrcv = products(q_in, torch.stack(entries, 2)) + products(P, torch.stack(added, 2))  # (4)
+    o_bthv = o_bgnrcv.movedim((2, 4, 1), (1, 2, 3)).flatten(3, 4).flatten(1, 2)[:, :T]
     return o_bthv.to(v_btgv.dtype), S_bg1kv[:, :, 0]
 
 # ---------------------------------------------------------------------------- moments of keys
