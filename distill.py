@@ -278,8 +278,7 @@ def linearize(
     Three things are added: a submodule `linear` an attention module, a hook that hands it the layer's input,
     and a hook on the model that puts constant-size layers into its cache. `delinearize` takes them away.
     Call it once, after loading. New parameters are float32, seeded, on their layer's device. The model keeps
-    its class, its state-dict names, and its logits wherever T <= config.exact_pairs (routers by content: the
-    whole blocks of that). Unfit models: UserError.
+    its class, its state-dict names, and its logits wherever T <= config.exact_pairs. Unfit models: UserError.
     """
     kind, modules, text = model.config.model_type, attention_modules(model), model.config.get_text_config()
     if kind in REFUSED:

@@ -14,7 +14,7 @@ Every token is at any time in exactly one place. With s sinks and the newest w e
     (21) memory:  tokens s..t-w                         the state of equation (1) of linear_attn.py
 Token t-w leaves the window at step t and is written to the memory in the same step: the memory's part is the
 unchanged recurrence on keys and values shifted by w, without the sinks. For T <= s + w it is empty, and the
-layer is the teacher's, to rounding. A router by content replaces "the newest" by its choice.
+layer is the teacher's, to rounding. A router by content changes one thing: the order in which tokens leave.
 
 The paper's symbols: s `sinks`, w `window`, I_t the tokens of (20), S_{s+1..t-w} the state of (21), whose
 indices it counts from 1. The merge `lse`, the routers and everything about budgets are not in the paper.
@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from kernels import linear_attention
 
 from linear_attn import (  # isort: skip
-    FEATURES, RULES, attend_tokens, exact_attention, joined, key_moments, option, register,
-    running_moments, take, validate, working_dtype
+    FEATURES, RULES, attend_tokens, exact_attention, joined, option, register, running_moments, take,
+    validate, working_dtype
 )
 
 MERGES: dict[str, type[nn.Module]] = {}
@@ -263,8 +263,9 @@ def route_by_mix(pool: Pool) -> Tensor:
 class State:
     """What a layer carries of rows that have seen equally many tokens. Its size does not grow with them.
 
-    exact   tokens that stay exact, by name (B, L, ...): sinks, routed ones, window. Beside k and v what they
-            need later: gates' code, k and v as the memory will see them, position and attention received
+    exact   tokens that are exact, by name (B, L, ...): the next to leave (if a router chose them), sinks,
+            routed ones, window. Beside k and v what they need later: gates' code, k and v as the memory will
+            see them, position and attention received
     rest    by name (B, ...): the memory S, sums of the moments, the last tokens before a convolution
     """
 
@@ -328,7 +329,7 @@ class LinearizedAttention(nn.Module):
         # recency needs no choice: a longer window does, and has no loop
         path = self.shifted if self.config.router == "recency" else self.routed
         out, exact = path(q_bthk, q_memory, bank, rest, past.count, scale, softcap)
-        if state is not None:  # HAZARD: a view would keep the whole prompt alive
+        if state is not None:  # HAZARD: a view would keep the whole prompt alive (one a little larger may)
             state.count = past.count + q_bthk.shape[1]
             state.exact, state.rest = ({n: x.clone() if x.untyped_storage().nbytes() > 2 * x.nbytes else x
                                         for n, x in d.items()} for d in (exact, rest))  # fmt: skip
@@ -344,7 +345,7 @@ class LinearizedAttention(nn.Module):
         new, rest, q_memory = dict(k=k, v=v), dict(past.rest), q
         if rule is not None:
             new["code"] = rule.encode(hidden)
-            if past.count == 0:  # an empty memory; moments are taken around the first key, see key_moments
+            if past.count == 0:  # an empty memory; moments are taken around the first key
                 shape = B, rule.memory_heads, rule.feature_dim, self.value_dim + rule.normaliser
                 rest["S"] = torch.zeros(shape, dtype=working_dtype(v), device=v.device)
                 rest["origin"] = k[:, :1].to(rest["S"].dtype)
@@ -373,7 +374,7 @@ class LinearizedAttention(nn.Module):
         return self.rule.writes(tokens["code"], k, v)
 
     def recall(self, out, lse, first: int, q_bthk, q_memory, left: dict, gone: int, rest: dict, scale: float):
-        """One answer of two: queries from `first` on have a memory, before it the exact part is the teacher's.
+        """One answer of two: queries from `first` on have a memory; before, the exact part is the teacher's.
 
         left: the tokens that leave, one a query, after `gone` earlier ones. HAZARD: (21) wants them in step.
         """

@@ -210,8 +210,8 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def decayed_products(x: Tensor, k: Tensor, g: Tensor | None, diagonal: int) -> Tensor:
-    """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i), j < i, else 0. With diagonal = 0 also j = i, where
-    nothing decays; -1: without. x (..., R, C, K), k (..., 1, C, K); g (..., 1, C, K|1).
+    """(2)  M_ij = sum_k x_ik k_jk exp(g_{j+1} + ... + g_i), j < i, else 0; if diagonal is 0 also j = i, where
+    nothing decays, if -1 not. x (..., R, C, K), k (..., 1, C, K), g (..., 1, C, K|1).
 
     The obvious factorisation x exp(G) (k exp(-G))^T overflows, because exp(-G) grows without bound over a
     chunk. Halving avoids it: each half is a smaller problem of the same kind, and for i in the right and j in
@@ -293,25 +293,22 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
 
 # ---------------------------------------------------------------------------- moments of keys
 
-def key_moments(count: Tensor, origin: Tensor, total: Tensor, square: Tensor) -> dict[str, Tensor]:
-    """What (23) of interventions.py needs of n = `count` keys, (1, T or 1): mean, variance (B, T or 1, G, K).
-    Sigma is taken as diagonal: a full one was no better, and costs K x K.
-
-    Given are the sums of k - origin and of its square, (B, T or 1, G, K). HAZARD: moments are taken around
-    one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance of 1.
-    """
-    n = count[..., None, None]
-    mean = total / n
-    return {"count": count, "mean": origin + mean, "variance": square / n - mean.square()}
-
-
 def running_moments(k_btgk: Tensor, count: int, sums: tuple[Tensor, Tensor, Tensor]):
-    """Moments of all keys up to k_t for every t, after `count` earlier ones: (moments, sums at the end)."""
+    """What (23) of interventions.py needs of all keys up to k_t, for every t, after `count` earlier ones:
+    count (1,T), mean and variance (B,T,G,K); and the sums at the end. Sigma is taken as diagonal: a full one
+    was no better, and costs K x K.
+
+    sums: origin, and of k - origin and of its square, each (B,1,G,K). HAZARD: moments are taken around one
+    key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance of 1.
+    """
     origin, total, square = sums
     shifted = k_btgk.to(origin.dtype) - origin
     total, square = total + shifted.cumsum(1), square + shifted.square().cumsum(1)
     n = count + torch.arange(1, k_btgk.shape[1] + 1, device=origin.device, dtype=origin.dtype)[None]
-    return key_moments(n, origin, total, square), (origin, total[:, -1:], square[:, -1:])
+    mean = total / n[..., None, None]
+    variance = square / n[..., None, None] - mean.square()
+    moments = {"count": n, "mean": origin + mean, "variance": variance}
+    return moments, (origin, total[:, -1:], square[:, -1:])
 
 # ---------------------------------------------------------------------------- six update rules
 

@@ -89,14 +89,15 @@ def rank_correlation(x: list[float], y: list[float]) -> float:
 # ----------------------------------------------------------------------------- questions with answers
 
 
-def continuations(model, prefix: list[int], rests: list[list[int]]) -> Iterator[tuple[Tensor, object]]:
-    """For every rest: (log-probabilities of the token after each token of prefix + rest, the cache).
-    The prefix is read once: a state of constant size is cheap to copy."""
+def continuations(model, prefix: list[int], rests: list[list[int]], last: int = 0) -> Iterator[tuple]:
+    """For every rest: (log-probabilities of the token after each of its tokens, or after its last ones; the
+    cache). The prefix is read once: a state of constant size is cheap to copy."""
     ids = [torch.tensor([x], device=model.device) for x in (prefix, *rests)]
     cache = model(input_ids=ids[0], use_cache=True, logits_to_keep=1).cache
     for rest in ids[1:]:
         own = copy.deepcopy(cache)
-        yield model(input_ids=rest, use_cache=True, cache=own).logits[0].float().log_softmax(-1), own
+        out = model(input_ids=rest, use_cache=True, cache=own, logits_to_keep=last)
+        yield out.logits[0].float().log_softmax(-1), own
 
 
 def common_prefix(rows: list[list[int]]) -> int:
@@ -153,7 +154,7 @@ def measure_mmlu(bench: Bench) -> tuple[dict, str]:
         shared = common_prefix(ids)
         for name, row in rows.items():
             with bench.row(name) as model:
-                for log_p, _ in continuations(model, ids[0][:shared], [x[shared:] for x in ids]):
+                for log_p, _ in continuations(model, ids[0][:shared], [x[shared:] for x in ids], last=1):
                     row.append([round(x, 4) for x in log_p[-1, letters].tolist()])
         right += ["ABCD".index(row[-1]) for row in test]
         subjects.append([subject, len(test)])

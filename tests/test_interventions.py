@@ -238,7 +238,8 @@ def slow_routed(layer, q, k, v, hidden, scale):
                     known = Pool(at, mass, size, lambda e=errors: e, c.budget)
                     score = ROUTERS[c.router](known)[0, :, 0]
                     order = score.argsort(descending=True, stable=True).tolist()
-                    routed, leaving = (sorted(pool[i] for i in x) for x in (order[: c.budget], order[c.budget :]))
+                    parts = order[: c.budget], order[c.budget :]
+                    routed, leaving = (sorted(pool[i] for i in part) for part in parts)
             if t >= c.exact_pairs:  # full: one comes, one goes
                 evicted.append(leaving.pop(0))
             window = leaving + [i for i in range(max(start + c.block - c.window, c.sinks), t + 1)]
