@@ -44,7 +44,11 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """`python eval.py`: a saved adapter, or an ablation, on the tasks named."""
+    """`python eval.py`: a saved adapter, or an ablation, on the tasks named; --readme: README's tables."""
+    if args.readme:
+        import readme_tables  # it knows every result, no run needs it
+
+        return readme_tables.rewrite()
     config, train = configs_from(args)
     tasks = tuple(args.tasks.split(","))
     for name in tasks:

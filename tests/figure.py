@@ -1,6 +1,7 @@
 """The README's figure, tests/results/figure.svg, from the raw results: KL to the teacher over bytes kept.
 
-Written as plain SVG: no plotting package, and the same text from the same numbers. readme_tables.py calls it.
+Written as plain SVG: no plotting package, and the same text from the same numbers.
+`python eval.py --readme` calls it.
 """
 
 from __future__ import annotations

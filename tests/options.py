@@ -130,3 +130,4 @@ def eval_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lambada", default=Bench.lambada, help="jsonl file, or owner/name:file of the hub")
     parser.add_argument("--plot", default="", help="speed: image to draw the ratios in, .png or .svg")
     parser.add_argument("--json", default="results.json", help="where everything goes raw [results.json]")
+    parser.add_argument("--readme", action="store_true", help="rewrite README's tables from tests/results")

@@ -1,7 +1,6 @@
 """Rewrite the tables of README.md, between their markers, from the raw results in tests/results/*.json.
 
-python tests/readme_tables.py            rewrite
-python tests/readme_tables.py --check    exit status 1 if README.md is not what the results say (CI does this)
+`python eval.py --readme` does it; a test fails while README.md is not what the results say.
 """
 
 from __future__ import annotations
@@ -11,20 +10,17 @@ import io
 import json
 import math
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from figure import figure
+
+import distill
+import eval as evaluation
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-from figure import figure  # noqa: E402, I001  (in tests/, which distill puts on the path)
-
-import distill  # noqa: E402, F401
-import eval as evaluation  # noqa: E402
-
 RESULTS = ROOT / "tests" / "results"
 MODELS = {"smollm2": "SmolLM2-135M", "qwen": "Qwen2.5-Coder-0.5B"}
 
@@ -393,18 +389,8 @@ def rewritten(readme: str) -> str:
     return readme
 
 
-def main() -> None:
+def rewrite() -> None:
+    """README.md and its figure, as tests/results say; `python eval.py --readme`."""
     path = ROOT / "README.md"
-    old = path.read_text()
-    new = rewritten(old)
-    if "--check" in sys.argv:
-        same = new == old and (RESULTS / "figure.svg").read_text() == figure(load)
-        sys.exit(0 if same else "README.md or its figure is not what tests/results say: run readme_tables.py")
-    for target, content in ((path, new), (RESULTS / "figure.svg", figure(load))):
-        temporary = target.with_suffix(".tmp")
-        temporary.write_text(content)
-        temporary.replace(target)
-
-
-if __name__ == "__main__":
-    main()
+    for target, content in ((path, rewritten(path.read_text())), (RESULTS / "figure.svg", figure(load))):
+        distill.write_atomically(target, lambda temporary, content=content: temporary.write_text(content))
