@@ -446,18 +446,16 @@ class LinearizedAttention(nn.Module):
             parts.append(part)
             gain = p.detach().float().sum((2, 3)).transpose(1, 2)  # of all queries and all heads of a kv head
             bank["received"].view(-1).index_add_(0, seen.flatten(), gain.flatten())  # this call's own tensor
-            order.append(leaving[:, :left_now])
-            known["left"].append(order[-1])
-            leaving = leaving[:, left_now:]
+            now, leaving = leaving[:, :left_now], leaving[:, left_now:]
+            order.append(now), known["left"].append(now)
             if end == border:
                 bank["received"] *= 0.5 ** (c.block / c.half_life)  # for all alike: no order changes
                 pool = torch.cat([routed, place[:, self.oldest(t) - gone : self.oldest(border) - gone]], 1)
                 routed, leaving = self.choose(bank, pool, known, max(0, border - c.exact_pairs))
             t = end
-        out, lse = (joined(x) for x in zip(*parts))
-        first = max(c.exact_pairs - n, 0)
+        (out, lse), first = (joined(x) for x in zip(*parts)), max(c.exact_pairs - n, 0)
         if self.rule is not None and first < T:
-            left = {name: take(x, joined(order)) for name, x in bank.items()}
+            left = {x: take(bank[x], joined(order)) for x in bank if x not in ("position", "received")}
             out = self.recall(out, lse, first, q_bthk, q_memory, left, gone, rest, scale)
         if n // c.block == t // c.block:
             bank = {name: x[:, held - leaving.shape[1] :] for name, x in bank.items()}

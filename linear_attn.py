@@ -413,7 +413,7 @@ class UpdateRule(nn.Module):
         one for all heads, (B,T,E), or one a kv head, (B,T,G,E), when each head takes other tokens."""
         repeat = self.memory_heads // k_btgk.shape[2]
         code = code_bte if code_bte.dim() == 4 else code_bte[:, :, None].expand(-1, -1, k_btgk.shape[2], -1)
-        code, k, v = (x.repeat_interleave(repeat, 2) for x in (code, k_btgk, v_btgv))
+        code, k, v = (x.repeat_interleave(repeat, 2) if repeat > 1 else x for x in (code, k_btgk, v_btgv))
         k, v = self.phi(k, "k"), v.to(working_dtype(v))  # values enter as they are: only keys have features
         if self.normaliser:
             v = F.pad(v, (0, 1), value=1.0)
