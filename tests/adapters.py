@@ -50,7 +50,10 @@ def load_linearized(model: PreTrainedModel | str, folder: Path | str) -> PreTrai
     UserError, one line: no adapter, a damaged one, another version, another base model."""
     path = Path(folder, "adapter_model.safetensors")
     tensors, about = read_checked(path, f"{folder} holds no adapter this code can read")
-    config = LinearizeConfig(**about["linearize"])
+    try:
+        config = LinearizeConfig(**about["linearize"])
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}; was it trained with a --plugin?") from None
     model = distill.load_teacher(model)[0] if isinstance(model, str) else model
     kind, was = model.config.model_type, f"{folder} was trained on {about['base_model'] or 'another model'}"
     if about["model_type"] != kind:

@@ -6,6 +6,8 @@ are what CI runs anyway.
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,7 @@ def test_a_command_names_files_that_exist_and_options_that_are_known(line):
         words = ["python", *words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]]
     if words[0] == "pytest":
         for flag in (word for word in words[1:] if word.startswith("-")):
-            assert flag in ("-k", "-m", "--all", "--plugin"), flag
+            assert flag.split("=")[0] in ("-k", "-m", "--all", "--plugin"), flag
         for word in (word for word in words[1:] if "/" in word):
             assert (ROOT / word).exists(), word
         return
@@ -87,6 +89,17 @@ def test_its_python_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(example.replace("Qwen/Qwen2-0.5B", ""), {})
     assert (tmp_path / "run2" / "adapter_model.safetensors").exists()
+
+
+def test_its_plugin_reaches_the_tests(tmp_path):
+    """Word by word as it says: with a blank for the "=" pytest would take the file for one of tests."""
+    line = next(c for c in commands() if c.startswith("pytest --plugin="))
+    body = next(body for kind, body in BLOCKS if kind == "python" and "forgetful" in body)
+    (tmp_path / "mine.py").write_text(body)
+    words = shlex.split(line.replace("mine.py", str(tmp_path / "mine.py")))
+    call = [sys.executable, "-m", *words, "-q", "--collect-only"]
+    done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("forgetful") > 10 < done.stdout.count("older")
 
 
 def test_the_plan_of_the_scaling_section_runs_without_a_network(tmp_path, capsys):
