@@ -447,8 +447,9 @@ class LinearizedAttention(nn.Module):
             gain = p.detach().float().sum((2, 3)).transpose(1, 2)  # of all queries and all heads of a kv head
             bank["received"].view(-1).index_add_(0, seen.flatten(), gain.flatten())  # this call's own tensor
             now, leaving = leaving[:, :left_now], leaving[:, left_now:]
-            order.append(now), known["left"].append(now)
-            if end == border:
+            order.append(now)
+            known["left"].append(now)
+            if end == border:  # the end of the block: who leaves in the next one?
                 bank["received"] *= 0.5 ** (c.block / c.half_life)  # for all alike: no order changes
                 pool = torch.cat([routed, place[:, self.oldest(t) - gone : self.oldest(border) - gone]], 1)
                 routed, leaving = self.choose(bank, pool, known, max(0, border - c.exact_pairs))
