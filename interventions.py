@@ -259,6 +259,12 @@ def route_by_mix(pool: Pool) -> Tensor:
 
 # ----------------------------------------------------------------------------- the layer
 
+def band(T: int, L: int, first: int, device) -> Tensor:
+    """(1,1,T,L): the last T of L tokens ask; query i sees neither later ones nor the first i + `first`."""
+    ahead = torch.arange(L, device=device) - torch.arange(T, device=device)[:, None]
+    return ((ahead >= first) & (ahead <= L - T))[None, None]
+
+
 @dataclass
 class State:
     """What a layer carries of rows that have seen equally many tokens. Its size does not grow with them.
@@ -434,14 +440,13 @@ class LinearizedAttention(nn.Module):
                 window = place[:, self.oldest(t) - gone : end - gone]
                 seen = torch.cat([leaving, sinks[:, :end], routed, window], 1)
                 k, v = (take(bank[x], seen) for x in "kv")
-            # Query t + i sees neither who has left by then, in the first columns, nor what comes after it.
-            have_left, left_now = (max(0, leaving.shape[1] - (border - x)) for x in (t + 1, end))
+            # The first columns leave one a query, the last of them at border - 1.
+            E = leaving.shape[1]
+            left_now = max(0, E - (border - end))
             if end - t == 1:
-                visible, (seen, k, v) = None, (x[:, have_left:] for x in (seen, k, v))
+                visible, (seen, k, v) = None, (x[:, left_now:] for x in (seen, k, v))
             else:
-                at = torch.arange(seen.shape[1], device=k.device)
-                i = torch.arange(t - end, 0, device=k.device)[:, None]
-                visible = ((at > i + leaving.shape[1] - border + end) & (at <= i + len(at)))[None, None]
+                visible = band(end - t, seen.shape[1], t + 1 - border + E, k.device)
             *part, p = attend_tokens(q_bthk[:, t - n : end - n], k, v, visible, scale, softcap)
             parts.append(part)
             gain = p.detach().float().sum((2, 3)).transpose(1, 2)  # of all queries and all heads of a kv head
@@ -456,7 +461,8 @@ class LinearizedAttention(nn.Module):
             t = end
         (out, lse), first = (joined(x) for x in zip(*parts)), max(c.exact_pairs - n, 0)
         if self.rule is not None and first < T:
-            left = {x: take(bank[x], joined(order)) for x in bank if x not in ("position", "received")}
+            names = [x for x in bank if x not in ("position", "received")]  # of one block they stand in front
+            left = {x: take(bank[x], joined(order)) if order[1:] else bank[x][:, :left_now] for x in names}
             out = self.recall(out, lse, first, q_bthk, q_memory, left, gone, rest, scale)
         if n // c.block == t // c.block:
             bank = {name: x[:, held - leaving.shape[1] :] for name, x in bank.items()}

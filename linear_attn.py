@@ -192,10 +192,11 @@ def recurrent(
     for t in range(T):
         S = g_btgk[:, t, :, :, None].exp() * S
         # what the decayed memory already says about k_t is what gets erased
-        recalled_bgv = torch.einsum("bgk,bgkv->bgv", k[:, t], S)
+        k_bgk1 = k[:, t, :, :, None]
+        recalled_bgv = (k_bgk1 * S).sum(-2)
         new_bgv = written_btgv[:, t] - b[:, t, :, None] * recalled_bgv
-        S = S + torch.einsum("bgk,bgv->bgkv", k[:, t], new_bgv)
-        outputs.append(torch.einsum("bgrk,bgkv->bgrv", q_btgrk[:, t], S).flatten(1, 2)[:, None])
+        S = S + k_bgk1 * new_bgv[..., None, :]
+        outputs.append((q_btgrk[:, t] @ S).flatten(1, 2)[:, None])
     return torch.cat(outputs, 1).to(v_btgv.dtype), S
 
 
