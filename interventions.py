@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -426,13 +425,12 @@ class LinearizedAttention(nn.Module):
         bank = {name: x.contiguous() for name, x in bank.items()}  # rows for `take`
         place = torch.arange(B * N * G, device=q_bthk.device).view(B, N, G)  # its rows
         # Held from earlier calls, in this order: tokens that leave in this block, sinks, routed ones, window.
-        border = n - n % c.block + c.block
-        held = max(0, min(border - n, border - c.exact_pairs))
+        held = max(0, self.border(n) - max(n, c.exact_pairs))
         leaving, sinks = place[:, :held], place[:, held : held + c.sinks]
         routed = place[:, held + c.sinks : min(self.oldest(n), n) - gone]
-        t, parts, order, known = n, [], [], dict(S=rest.get("S"), left=[])
+        t, parts, known = n, [], dict(S=rest.get("S"), left=[], written=0)
         while t < n + T:
-            border = t - t % c.block + c.block
+            border = self.border(t)
             end = min(border, n + T)
             if t == n:  # before the first choice of this call, the bank as it stands: decoding copies nothing
                 seen, (k, v) = place[:, : end - gone], (bank[x][:, : end - gone] for x in "kv")
@@ -451,9 +449,8 @@ class LinearizedAttention(nn.Module):
             parts.append(part)
             gain = p.detach().float().sum((2, 3)).transpose(1, 2)  # of all queries and all heads of a kv head
             bank["received"].view(-1).index_add_(0, seen.flatten(), gain.flatten())  # this call's own tensor
-            now, leaving = leaving[:, :left_now], leaving[:, left_now:]
-            order.append(now)
-            known["left"].append(now)
+            known["left"].append(leaving[:, :left_now])
+            leaving = leaving[:, left_now:]
             if end == border:  # the end of the block: who leaves in the next one?
                 bank["received"] *= 0.5 ** (c.block / c.half_life)  # for all alike: no order changes
                 pool = torch.cat([routed, place[:, self.oldest(t) - gone : self.oldest(border) - gone]], 1)
@@ -461,8 +458,10 @@ class LinearizedAttention(nn.Module):
             t = end
         (out, lse), first = (joined(x) for x in zip(*parts)), max(c.exact_pairs - n, 0)
         if self.rule is not None and first < T:
-            names = [x for x in bank if x not in ("position", "received")]  # of one block they stand in front
-            left = {x: take(bank[x], joined(order)) if order[1:] else bank[x][:, :left_now] for x in names}
+            # Places of who left, in that order; those of a single block stand in front as they are.
+            order, one = joined(known["left"]), len(parts) == 1
+            names = [x for x in bank if x not in ("position", "received")]
+            left = {x: bank[x][:, : order.shape[1]] if one else take(bank[x], order) for x in names}
             out = self.recall(out, lse, first, q_bthk, q_memory, left, gone, rest, scale)
         if n // c.block == t // c.block:
             bank = {name: x[:, held - leaving.shape[1] :] for name, x in bank.items()}
@@ -471,10 +470,13 @@ class LinearizedAttention(nn.Module):
             bank = {name: take(x, kept) for name, x in bank.items()}
         return out, bank
 
+    def border(self, t: int) -> int:
+        """The first query after the block of query t."""
+        return t - t % self.config.block + self.config.block
+
     def oldest(self, t: int) -> int:
         """The first of the tokens that the window has all through the block of query t."""
-        c = self.config
-        return max(t - t % c.block + c.block - c.window, c.sinks)
+        return max(self.border(t) - self.config.window, self.config.sinks)
 
     # Who stays is decided without a gradient: a ranking has none. The router is in the training loop all the
     # same: what it lets go is what the memory learns to hold.
@@ -486,8 +488,9 @@ class LinearizedAttention(nn.Module):
             return pool, pool[:, :0]
         position, received, value = (take(bank[name], pool) for name in ("position", "received", "v"))
         size = value.float().norm(dim=-1)
-        recall_error = functools.partial(self.recall_error, bank, pool, known, count)
-        score = ROUTERS[self.config.router](Pool(position, received, size, recall_error, budget))
+        # Called by routers that want it. No memory recalls nothing: there the error is all of the value.
+        error = lambda: self.recall_error(bank, pool, known, count) if self.rule else size  # noqa: E731
+        score = ROUTERS[self.config.router](Pool(position, received, size, error, budget))
         # Sinks are not in the pool: they cannot be voted out. Stable: among equals the older stays, in one
         # call and in pieces alike. Places go in order of time, and the memory is written in it.
         order = score.argsort(dim=1, descending=True, stable=True)
@@ -496,14 +499,12 @@ class LinearizedAttention(nn.Module):
     def recall_error(self, bank: dict, pool: Tensor, known: dict, count: int) -> Tensor:
         """||v - what the memory, of `count` tokens, answers to k||, (B,P,G).
 
-        Only a router that asks needs the memory's state within the loop: `known` has the last that was asked,
-        and who has left since."""
-        if self.rule is None:  # no memory recalls nothing
-            return take(bank["v"], pool).float().norm(dim=-1)
+        Only a router that asks needs the memory's state within the loop: `known` has the last one asked for,
+        who has left in this call, block by block, and how many of these blocks are written to that state."""
         if "writes" not in known:  # features and gates, once for all tokens
             known["writes"] = [None if x is None else x.contiguous() for x in self.writes(bank)]
-        left, known["left"] = joined(known["left"]), []
-        if left.shape[1]:
+        new, known["written"] = known["left"][known["written"] :], len(known["left"])
+        if new and (left := joined(new)).shape[1]:
             tokens = (None if x is None else take(x, left) for x in known["writes"])
             _, known["S"] = linear_attention(None, *tokens, known["S"], self.config.chunk, self.config.impl)
         key, value = (take(x, pool) for x in known["writes"][:2])

@@ -333,6 +333,13 @@ def test_routers_are_causal_row_by_row_and_equal_the_teacher_while_nothing_is_ev
     assert torch.allclose(o[:, :full], la.softmax_attention(*x[:3])[:, :full], atol=1e-12)
 
 
+def test_a_router_may_ask_for_the_recall_error_twice(monkeypatch):
+    x, layer = qkv(40), make_layer(router="error", **ROUTED)
+    want, once = layer(*x), ROUTERS["error"]
+    monkeypatch.setitem(ROUTERS, "error", lambda pool: (pool.recall_error(), once(pool))[1])
+    assert torch.equal(layer(*x), want)
+
+
 def test_of_equal_tokens_the_older_stay():
     layer = make_layer(router="mass", **ROUTED)
     q, k, v, hidden = qkv(37, B=1)
