@@ -176,11 +176,11 @@ def add_controls(model) -> None:
     modes |= dict(off=OFF | dict(budget=mean, budgets=()), recent=dict(OFF)) if c.budgets else {}
 
 
-def state_bytes(model, length: int) -> dict[str, int]:
-    """Bytes that one sequence of `length` tokens keeps: the teacher's cache, then each variant's state.
+def state_bytes(model, length: int, rows: Sequence[str]) -> dict[str, int]:
+    """Bytes that one sequence of `length` tokens keeps: the teacher's cache, and states of variants.
 
     Layers that keep softmax (--keep, --layers) count with their cache in every row."""
-    modes, total = model.controller.variants, dict.fromkeys(("teacher", *model.controller.variants), 0)
+    modes, total = model.controller.variants, dict.fromkeys(rows, 0)
     size = functools.cache(lambda row, *_: layer_bytes(layer.variant(**modes[row]), length, model.dtype))
     for module in attention_modules(model):
         layer, shape = getattr(module, "linear", None), head_shape(model, module)
@@ -294,9 +294,9 @@ def measure_text(bench: Bench) -> tuple[dict, str]:
     # Pairs that a query can see at most; with fewer tokens than that, all of them.
     configs = {n: bench.model.linearize_config.changed(**variants[n]) for n in variants}
     pairs = {n: T if n == "teacher" else min(T, configs[n].exact_pairs) for n in rows}
-    size = state_bytes(bench.model, T)
+    size = state_bytes(bench.model, T, rows)
     # What a row costs stands beside what it achieves.
-    result = dict(rows=rows, bytes={n: size[n] for n in rows}, pairs=pairs, seq_len=T)
+    result = dict(rows=rows, bytes=size, pairs=pairs, seq_len=T)
     return result, text_table(result)
 
 # ----------------------------------------------------------------------------- the command lines

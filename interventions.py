@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ MERGES: dict[str, type[nn.Module]] = {}
 ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
 # Routers that need a memory, and who stands in for them where there is none: in a control without a memory,
 # and before training, when layers are compared by their exact parts alone.
-ASK_THE_MEMORY = dict(error="value", mix="value")
+ASK_THE_MEMORY = dict(error="value", passage="value", mix="value")
 SUMS = ("origin", "total", "square")  # of the moments, in a state
 OFF = dict(merge="off", router="recency")  # the control of a memory: the same pairs without it
 
@@ -242,19 +243,37 @@ def route_by_value(pool: Pool) -> Tensor:
     return pool.received * pool.size
 
 
+def in_steps(score: Tensor) -> Tensor:
+    """In 4,096 steps up to the highest: rounding must not decide between equals (a norm on v makes all errors
+    equal while the memory is empty)."""
+    return (score / score.amax(1, keepdim=True).clamp(min=1e-20) * 4096).round()
+
+
 @register(ROUTERS, "error")
 def route_by_error(pool: Pool) -> Tensor:
-    """Whom the memory could not reproduce: finds a needle that nobody has asked for yet. In 4,096 steps:
-    rounding must not decide between equals (a norm on v makes all errors equal while the memory is empty)."""
-    error = pool.recall_error()
-    return (error / error.amax(1, keepdim=True).clamp(min=1e-20) * 4096).round()
+    """Whom the memory could not reproduce: finds what nobody has asked for yet, if its value is large."""
+    return in_steps(pool.recall_error())
+
+
+@register(ROUTERS, "passage")
+def route_by_passage(pool: Pool) -> Tensor:
+    """Where the memory is lost: its error as a part of ||v||, averaged over seven tokens of the pool.
+
+    A fact is several tokens, and worth little if one is missing. `error` kept 56 % of a pass key's digits
+    (SmolLM2, all layers), this 90 %. But text wants the single tokens of large error."""
+    relative = (pool.recall_error() / pool.size.clamp(min=1e-6)).transpose(1, 2)
+    return in_steps(F.avg_pool1d(relative, 7, 1, 3, count_include_pad=False).transpose(1, 2))
 
 
 @register(ROUTERS, "mix")
 def route_by_mix(pool: Pool) -> Tensor:
-    """Half the budget by recall error, for what may be asked yet; half by value, for what is asked often."""
-    order = route_by_error(pool).argsort(dim=1, descending=True, stable=True)
-    return route_by_value(pool).scatter(1, order[:, : pool.budget // 2], torch.inf)
+    """An eighth of the budget by passage and half by error, for what may be asked yet; the rest by value, for
+    what is asked often."""
+    score = route_by_value(pool)
+    for route, part in ((route_by_passage, 8), (route_by_error, 2)):
+        order = route(pool).masked_fill(score.isinf(), -1).argsort(dim=1, descending=True, stable=True)
+        score = score.scatter(1, order[:, : pool.budget // part], torch.inf)
+    return score
 
 # ----------------------------------------------------------------------------- the layer
 
@@ -489,7 +508,7 @@ class LinearizedAttention(nn.Module):
         position, received, value = (take(bank[name], pool) for name in ("position", "received", "v"))
         size = value.float().norm(dim=-1)
         # Called by routers that want it. No memory recalls nothing: there the error is all of the value.
-        error = lambda: self.recall_error(bank, pool, known, count) if self.rule else size  # noqa: E731
+        error = functools.cache(lambda: self.recall_error(bank, pool, known, count) if self.rule else size)
         score = ROUTERS[self.config.router](Pool(position, received, size, error, budget))
         # Sinks are not in the pool: they cannot be voted out. Stable: among equals the older stays, in one
         # call and in pieces alike. Places go in order of time, and the memory is written in it.

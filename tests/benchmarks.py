@@ -347,7 +347,7 @@ def measure_speed(bench: Bench) -> tuple[dict, str]:
                         row["decode"].append(seconds)
                     row["peak"].append(peak_memory(model.device))
                     del out, step, read
-        size = state_bytes(bench.model, length)
+        size = state_bytes(bench.model, length, rows)
         for name, row in rows.items():
             row |= {key: statistics.median(row[key]) for key in ("prefill", "decode", "peak")}
             row["bytes"] = size[name]

@@ -59,7 +59,7 @@ def estimate(name: str, config, train, gpus: int = 1) -> dict[str, float]:
     weights = ((frozen - whole) / gpus + whole) * dtype.itemsize
     tokens, fixed = -(-train.batch // gpus) * train.seq_len, PROCESS + weights + 16 * new
     deep = len(modules) * (forward + branch) + 4 * 4 * text.vocab_size
-    size = state_bytes(model, 10**6)
+    size = state_bytes(model, 10**6, ("teacher", "linear"))
     return dict(
         parameters=frozen, new=new, weights=frozen * dtype.itemsize, state=size["linear"],
         layer=fixed + tokens * (forward + 2 * branch), end_to_end=fixed + tokens * deep,

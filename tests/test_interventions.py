@@ -402,7 +402,7 @@ def in_pieces(layer, x, cuts):
 def test_any_split_of_a_sequence_equals_one_pass(
     rule, router, T, cuts, merge, memory_per, conv, sinks, budget
 ):  # fmt: skip
-    if merge == "off" and router in ("error", "mix"):
+    if merge == "off" and router in ASK_THE_MEMORY:
         merge = "lse"
     layer = make_layer(
         rule=rule, router=router, merge=merge, memory_per=memory_per, conv=conv, sinks=sinks, window=8,
