@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -269,7 +268,8 @@ def route_by_passage(pool: Pool) -> Tensor:
 def route_by_mix(pool: Pool) -> Tensor:
     """An eighth of the budget by passage and half by error, for what may be asked yet; the rest by value, for
     what is asked often."""
-    score = route_by_value(pool)
+    score, error = route_by_value(pool), pool.recall_error()
+    pool = dataclasses.replace(pool, recall_error=lambda: error)  # asked once for both
     for route, part in ((route_by_passage, 8), (route_by_error, 2)):
         order = route(pool).masked_fill(score.isinf(), -1).argsort(dim=1, descending=True, stable=True)
         score = score.scatter(1, order[:, : pool.budget // part], torch.inf)
@@ -508,7 +508,7 @@ class LinearizedAttention(nn.Module):
         position, received, value = (take(bank[name], pool) for name in ("position", "received", "v"))
         size = value.float().norm(dim=-1)
         # Called by routers that want it. No memory recalls nothing: there the error is all of the value.
-        error = functools.cache(lambda: self.recall_error(bank, pool, known, count) if self.rule else size)
+        error = lambda: self.recall_error(bank, pool, known, count) if self.rule else size  # noqa: E731
         score = ROUTERS[self.config.router](Pool(position, received, size, error, budget))
         # Sinks are not in the pool: they cannot be voted out. Stable: among equals the older stays, in one
         # call and in pieces alike. Places go in order of time, and the memory is written in it.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import linear_attn as la
 from eval import layer_bytes  # eval also registers the random router
 from interventions import (
+    ASK_THE_MEMORY,
     MERGES,
     ROUTERS,
     LinearizeConfig,
@@ -533,7 +534,7 @@ def test_key_and_value_dimensions_may_differ_and_heads_may_not_be_grouped():
     [
         (dict(rule="gdm"), "unknown rule 'gdm'; choose from: deltanet"),
         (dict(merge="mean"), "unknown merge 'mean'; choose from: lse, off, sum"),
-        (dict(router="mas"), "unknown router 'mas'; choose from: error, mass, mix, random, recency"),
+        (dict(router="mas"), "unknown router 'mas'; choose from: error, mass, mix, passage, random, recency"),
         (dict(router="mass", window=30, block=32), "window must be at least the block of 32, got 30"),
         (dict(router="error", merge="off"), "router error asks the memory"),
         (dict(sinks=-1), "sinks must be at least 0, got -1"),
