@@ -266,13 +266,13 @@ def route_by_passage(pool: Pool) -> Tensor:
 
 @register(ROUTERS, "mix")
 def route_by_mix(pool: Pool) -> Tensor:
-    """An eighth of the budget by passage and half by error, for what may be asked yet; the rest by value, for
-    what is asked often."""
+    """A quarter of the budget by passage and a quarter by error, for what may be asked yet; the other half by
+    value, for what is asked often."""
     score, error = route_by_value(pool), pool.recall_error()
     pool = dataclasses.replace(pool, recall_error=lambda: error)  # asked once for both
-    for route, part in ((route_by_passage, 8), (route_by_error, 2)):
+    for route in (route_by_passage, route_by_error):
         order = route(pool).masked_fill(score.isinf(), -1).argsort(dim=1, descending=True, stable=True)
-        score = score.scatter(1, order[:, : pool.budget // part], torch.inf)
+        score = score.scatter(1, order[:, : pool.budget // 4], torch.inf)
     return score
 
 # ----------------------------------------------------------------------------- the layer
