@@ -23,8 +23,9 @@ def generate(args: argparse.Namespace) -> None:
     """`python distill.py generate`: stream text in constant memory, then say what it took."""
     if not args.adapter:
         raise UserError("generate needs --adapter DIR (python distill.py makes one)")
-    model, tokenizer = distill.load_teacher(args.model, args.dtype or "auto", args.device or "auto")
-    distill.load_linearized(model, args.adapter)
+    _, at = configs_from(args)
+    model, tokenizer = distill.load_teacher(args.model, at.dtype, at.device, at.device_map)
+    load_adapter(model, args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise UserError("the prompt is empty")

@@ -30,17 +30,20 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
         group.add_argument(f"--{field.name.replace('_', '-')}", help=m["help"] + choices + shown, **how)
 
 
-def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig, TrainConfig]:
-    """The dataclasses' defaults, then the preset's values, then what the user typed."""
+def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig | None, TrainConfig]:
+    """The dataclasses' defaults, then the preset's values, then what the user typed.
+
+    An adapter has its own LinearizeConfig: beside --adapter there is None."""
     values = dict(lookup(distill.PRESETS, args.preset, "preset"))
     values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
-    return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
-                 for cls in (LinearizeConfig, TrainConfig))  # fmt: skip
+    config, train = ({f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+                     for cls in (LinearizeConfig, TrainConfig))  # fmt: skip
+    return None if args.adapter else LinearizeConfig(**config), TrainConfig(**train)
 
 
 def exact_part(args: argparse.Namespace) -> dict:
     """What the user typed of the options that may be changed after training; others are refused."""
-    names = [f.name for f in dataclasses.fields(LinearizeConfig)]
+    names = [*(f.name for f in dataclasses.fields(LinearizeConfig)), "layers", "keep", "lora"]
     typed = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if fixed := sorted(set(typed) - set(EXACT_PART)):
         raise distill.UserError(f"--{fixed[0]} is fixed by the adapter; free are {', '.join(EXACT_PART)}")

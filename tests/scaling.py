@@ -77,6 +77,8 @@ def config_of(name: str):
 
 def plan(args: argparse.Namespace) -> None:
     """`python distill.py plan --model M --gpus 4x80`."""
+    if args.adapter:
+        raise UserError("plan knows models and options; it does not read an --adapter")
     config, train = configs_from(args)
     try:
         count, each = (int(x) for x in args.gpus.lower().split("x"))

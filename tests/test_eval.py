@@ -240,8 +240,9 @@ def test_eval_changes_the_exact_part_of_an_adapter_and_nothing_that_has_paramete
     result = json.loads(to.read_text())
     assert result["linearize"]["router"] == "mass" and result["ppl"]["pairs"]["linear"] == 44
     assert set(result["ppl"]["rows"]) == {"teacher", "linear"}
-    assert evaluation.main([*run, "--rule", "kda"]) == 2
-    assert "--rule is fixed by the adapter; free are router, sinks" in capsys.readouterr().err
+    for option, value in (("rule", "kda"), ("keep", "0"), ("layers", "1")):
+        assert evaluation.main([*run, f"--{option}", value]) == 2
+        assert f"--{option} is fixed by the adapter; free are router, sinks" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_from_an_adapter_with_another_loss(trained):
@@ -257,10 +258,15 @@ def test_generate_streams_text_and_says_what_it_took(trained, capsys):
     assert evaluation.distill_main([*call, "The pass key is"]) == 0
     out, err = capsys.readouterr()
     assert len(out) > 5 and "at most 52 exact pairs a query, state " in err and "5 new tokens" in err
+    other = ["--router", "recency", "--window", "8", "--budget", "0"]  # the same memory, other exact pairs
+    assert evaluation.distill_main([*call, "The", *other]) == 0
+    assert "at most 12 exact pairs a query" in capsys.readouterr().err
     assert evaluation.distill_main([*call, ""]) == 2
     assert "the prompt is empty" in capsys.readouterr().err
     assert evaluation.distill_main(["generate", "--prompt", "x"]) == 2
     assert "generate needs --adapter DIR" in capsys.readouterr().err
+    assert evaluation.distill_main(["plan", "--adapter", "x"]) == 2
+    assert "plan knows models and options" in capsys.readouterr().err
 
 
 def test_resume_on_the_command_line_does_nothing_twice(trained, capsys):
