@@ -258,8 +258,8 @@ def route_by_error(pool: Pool) -> Tensor:
 def route_by_passage(pool: Pool) -> Tensor:
     """Where the memory is lost: its error as a part of ||v||, averaged over seven tokens of the pool.
 
-    A fact is several tokens, and worth little if one is missing. `error` kept 56 % of a pass key's digits
-    (SmolLM2, all layers), this 90 %. But text wants the single tokens of large error."""
+    A fact is several tokens, and worth little if one is missing: `error` drops digits of a pass key whose
+    values happen to be short. But text wants the single tokens of large error (README, routers)."""
     relative = (pool.recall_error() / pool.size.clamp(min=1e-6)).transpose(1, 2)
     return in_steps(F.avg_pool1d(relative, 7, 1, 3, count_include_pad=False).transpose(1, 2))
 

@@ -167,6 +167,23 @@ def bytes() -> str:
     return "\n".join(lines)
 
 
+def routers() -> str:
+    """The same memory and pairs, chosen by each router; the table's reference is `mix`."""
+    lines = ["| router | perplexity | KL to teacher | more KL than mix |", "|---|---|---|---|"]
+    results = {name: load(f"smollm2_{name}")["ppl"]["rows"] for name in ROUTER_RESULTS.values()}
+    for router, result in ROUTER_RESULTS.items():
+        rows = dict(linear=results[result]["linear"], mix=results[ROUTER_RESULTS["mix"]]["linear"])
+        kl, error = evaluation.mean_and_error(rows["linear"]["kl"])
+        more, more_error = evaluation.paired(rows, "kl", "mix", "linear")
+        nll, _ = evaluation.mean_and_error(rows["linear"]["nll"])
+        extra = "–" if router == "mix" else f"{more:+.4f} ± {more_error:.4f}"
+        lines.append(f"| {router} | {math.exp(nll):.2f} | {kl:.3f} ± {error:.3f} | {extra} |")
+    return "\n".join(lines)
+
+
+ROUTER_RESULTS = {name: f"router_{name}" for name in ("value", "error", "passage")} | {"mix": "block_32"}
+
+
 def layers() -> str:
     """Rank correlation of a layer's error, as the memory leaves it, with what might predict it."""
     lines = ["| model | layers | mass beyond the exact pairs | key concentration | residual |"]
@@ -365,6 +382,7 @@ TABLES = (
     routing,
     against,
     bytes,
+    routers,
     layers,
     retrieval,
     generation,
