@@ -7,7 +7,7 @@ What you will learn here: which tokens stay exact, where the others go, how the 
                              more that a router chooses, by recency or content (`ROUTERS`)
 `LinearizeConfig` says all of it, `LinearizedAttention` does it, a merge (`MERGES`) makes one answer of two.
 `State` is what a layer carries from one call to the next: generation in constant memory. On a first reading
-take `shifted` for the layer's whole truth, and skip `routed`, `ask`, `choose` and `write`.
+take `shifted` for the layer's whole truth, and skip `routed`, `choose` and `recall_error`.
 
 Every token is at any time in exactly one place. With s sinks and the newest w exact, query t (from 0) sees
     (20) exact:   tokens 0..s-1  and  t-w+1..t          softmax as the frozen model computes it
