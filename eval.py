@@ -292,8 +292,8 @@ def measure_text(bench: Bench) -> tuple[dict, str]:
                 metric.append(total / len(logits))
     T, variants = bench.held_out.shape[1], bench.model.controller.variants
     # Pairs that a query can see at most; with fewer tokens than that, all of them.
-    configs = {n: bench.model.linearize_config.changed(**variants[n]) for n in variants}
-    pairs = {n: T if n == "teacher" else min(T, configs[n].exact_pairs) for n in rows}
+    configs = {n: bench.model.linearize_config.changed(**variants[n]) for n in rows if n != "teacher"}
+    pairs = {n: min(T, configs[n].exact_pairs) if n in configs else T for n in rows}
     size = state_bytes(bench.model, T, rows)
     # What a row costs stands beside what it achieves.
     result = dict(rows=rows, bytes=size, pairs=pairs, seq_len=T)

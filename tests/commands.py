@@ -23,15 +23,15 @@ def generate(args: argparse.Namespace) -> None:
     """`python distill.py generate`: stream text in constant memory, then say what it took."""
     if not args.adapter:
         raise UserError("generate needs --adapter DIR (python distill.py makes one)")
-    _, at = configs_from(args)
-    model, tokenizer = distill.load_teacher(args.model, at.dtype, at.device, at.device_map)
+    _, train = configs_from(args)
+    model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device, train.device_map)
     load_adapter(model, args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt.strip():
         raise UserError("the prompt is empty")
     ids = tokenizer(prompt, return_tensors="pt", verbose=False).to(model.device)
     cache, hot, start = distill.hf.DynamicCache(), args.temperature > 0, time.time()
-    torch.manual_seed(args.seed or 0)
+    torch.manual_seed(train.seed)
     out = model.generate(
         **ids, cache=cache, max_new_tokens=args.max_new_tokens, prefill_chunk_size=1024,
         do_sample=hot, temperature=args.temperature if hot else None,

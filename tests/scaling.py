@@ -42,6 +42,8 @@ PROCESS = 350 * 2**20  # Python, torch and transformers on a CPU; measured, smol
 
 def estimate(name: str, config, train, gpus: int = 1) -> dict[str, float]:
     """Everything in bytes, but for the counts of parameters and `crossover`, in tokens."""
+    if config is None:
+        raise UserError("plan knows models and options; it does not read an --adapter")
     hf_config = config_of(name)
     dtype = getattr(torch, "float32" if train.dtype == "auto" else train.dtype)
     with torch.device("meta"):
@@ -77,8 +79,6 @@ def config_of(name: str):
 
 def plan(args: argparse.Namespace) -> None:
     """`python distill.py plan --model M --gpus 4x80`."""
-    if args.adapter:
-        raise UserError("plan knows models and options; it does not read an --adapter")
     config, train = configs_from(args)
     try:
         count, each = (int(x) for x in args.gpus.lower().split("x"))
