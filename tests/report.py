@@ -56,11 +56,12 @@ def report(bench, path: Path, fingerprint: str, tasks: dict[str, Callable]) -> N
     result = dict(
         command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%d"),
         machine=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, {model.device}",
-        torch=torch.__version__, train=getattr(model, "trained", dataclasses.asdict(train)),
+        torch=torch.__version__, threads=torch.get_num_threads(),
+        train=getattr(model, "trained", dataclasses.asdict(train)),
         measured=dict(seq_len=train.seq_len, model=train.model, data=train.data, eval_data=train.eval_data),
         linearize=dataclasses.asdict(model.linearize_config), variants=model.controller.variants,
         new_parameters=sum(p.numel() for p in new_parameters(model).values()),
-        fingerprint=fingerprint,
+        fingerprint=fingerprint, training_cost=getattr(model, "training_cost", None),
     )  # fmt: skip
     for name, task in tasks.items():
         result[name], table = task(bench)
