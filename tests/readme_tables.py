@@ -322,6 +322,18 @@ def memory() -> str:
     return "\n".join(lines)
 
 
+def training() -> str:
+    """What whole runs took: the steps, and the peak up to their end, --allocate included."""
+    lines = ["| model | loss | steps | threads | minutes | tokens/s | peak memory |", "|---" * 7 + "|"]
+    for model, run in runs("train*"):
+        t, cost = run["train"], run["training_cost"]
+        steps, rate = f"{t['steps']} × {t['batch']} × {t['seq_len']:,}", cost["tokens_per_second"]
+        minutes = t["steps"] * t["batch"] * t["seq_len"] / rate / 60
+        figures = f"{minutes:.0f} | {rate:.0f} | {cost['peak_bytes'] / 1e9:.2f} GB"
+        lines.append(f"| {model} | {t['loss']} | {steps} | {run['threads']} | {figures} |")
+    return "\n".join(lines)
+
+
 def speed() -> str:
     """Ratios to the teacher of the same run, and bytes."""
     times = "prefill ms/token | × teacher | decode ms/token | × teacher"
@@ -388,6 +400,10 @@ TABLES = (
     rules,
     kernels,
     memory,
+    training,
+    questions,
+    ablation,
+    hybrid,
     speed,
     lines,
 )
