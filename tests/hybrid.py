@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from analysis import key_concentration, projection_residual
 from torch import Tensor
-from tqdm.auto import tqdm
 
 import distill
 from distill import TrainConfig, UserError, attention_modules, linear_layers
-from eval import TASKS, Bench, mean_and_error, measure_budgets, measure_text
+from eval import TASKS, Bench, mean_and_error, measure_budgets, measure_text, state_bytes
 from linear_attn import lookup, register
 
 HARDNESS: dict[str, Callable] = {}  # (model, ids) -> a number for every linearized layer, high is hard
@@ -99,21 +98,35 @@ def softmax_in(model, kept: Sequence[int]) -> Iterator[None]:
             module.linear = layer
 
 
+@dataclasses.dataclass
+class Hybrids(Bench):
+    """Some rows of this bench keep softmax in layers of their own: {name of the row: layers}."""
+
+    kept: dict[str, tuple] = dataclasses.field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def row(self, name: str):
+        with super().row(name) as model, softmax_in(model, self.kept.get(name, ())):
+            yield model
+
+
 @register(TASKS, "hybrid")
 def measure_hybrid(bench: Bench) -> tuple[dict, str]:
     """Perplexity and KL of the adapter with softmax back in some layers, chosen in four ways."""
-    lines = ["| kept | choice | layers | ppl | KL | bytes/sequence |", "|---|---|---|---|---|---|"]
-    result: dict[str, dict] = {}
+    model, lines = bench.model, ["| kept | choice | layers | ppl | KL | bytes/sequence |", "|---" * 6 + "|"]
     # Once for all parts: `effect` is a backward pass through the teacher.
-    measured = functools.cache(lambda how: hardness(bench.model, how, bench.tokens, bench.train))
-    chosen = {(part, how): layers_to_keep(bench.model, f"{how}:{part}", measured)
-              for part in (0.1, 0.25, 0.5) for how in ("uniform", *HARDNESS)}  # fmt: skip
-    for (part, how), kept in tqdm(({(0, "none"): ()} | chosen).items(), "hybrid", leave=False, disable=None):
-        with softmax_in(bench.model, kept):
-            row = measure_text(dataclasses.replace(bench, rows=("teacher", "linear")))[0]
-        figures, size = row["rows"]["linear"], row["bytes"]["linear"]
-        result[f"{how}:{part}"] = dict(layers=kept, bytes=size, **figures)
-        (nll, _), (kl, error) = (mean_and_error(figures[m]) for m in ("nll", "kl"))
-        names, ppl = " ".join(map(str, kept)), math.exp(nll)
-        lines.append(f"| {part:.0%} | {how} | {names} | {ppl:.2f} | {kl:.4f} ± {error:.4f} | {size:,} |")
+    measured = functools.cache(lambda how: hardness(model, how, bench.tokens, bench.train))
+    kept = {f"{how}:{part}": layers_to_keep(model, f"{how}:{part}", measured)
+            for part in (0.1, 0.25, 0.5) for how in ("uniform", *HARDNESS)}  # fmt: skip
+    kept = {"none:0": ()} | kept
+    model.controller.variants |= dict.fromkeys(kept, {})  # "linear" in all that they do not keep
+    rows = measure_text(Hybrids(**vars(bench) | dict(rows=("teacher", *kept)), kept=kept))[0]["rows"]
+    result: dict[str, dict] = {}
+    for name, layers in kept.items():
+        with softmax_in(model, layers):
+            size = state_bytes(model, bench.held_out.shape[1], ["linear"])["linear"]
+        result[name] = dict(layers=layers, bytes=size, **rows[name])
+        (nll, _), (kl, error) = (mean_and_error(rows[name][m]) for m in ("nll", "kl"))
+        (how, part), figures = name.split(":"), f"{math.exp(nll):.2f} | {kl:.4f} ± {error:.4f} | {size:,}"
+        lines.append(f"| {float(part):.0%} | {how} | {' '.join(map(str, layers))} | {figures} |")
     return result, "\n".join(lines)

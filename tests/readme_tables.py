@@ -340,9 +340,12 @@ def speed() -> str:
     lines = [f"| model | tokens | row | {times} | bytes × teacher |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for model, run in runs("speed_*"):
+        config = evaluation.LinearizeConfig(**run["linearize"])
         for length, rows in sorted(run["speed"]["lengths"].items(), key=lambda x: int(x[0])):
             teacher = rows["teacher"]
             for name, row in rows.items():
+                if name != "teacher":
+                    name += f" ({config.changed(**run['variants'].get(name, {})).router})"
                 ratio = {key: row[key] / teacher[key] for key in ("prefill", "decode", "bytes")}
                 prefill = f"{1e3 * row['prefill'] / int(length):.2f} | {ratio['prefill']:.2f}"
                 decode = f"{1e3 * row['decode']:.0f} | {ratio['decode']:.2f}"

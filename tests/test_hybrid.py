@@ -67,6 +67,22 @@ def test_softmax_back_in_all_layers_is_the_teacher_and_outside_the_layers_are_th
         assert torch.equal(model(input_ids=IDS).logits, before) and not torch.allclose(before, want, atol=0.1)
 
 
+def test_a_hybrid_row_is_the_model_with_its_layers_back_and_pays_for_their_cache():
+    model = linearize(tiny_model(layers=4), CONFIG)
+    bench = evaluation.Bench(model, None, TOKENS, TOKENS[:80].view(2, 40), train(""), ("teacher", "linear"))
+    result, table = hybrid.measure_hybrid(bench)
+    alone = evaluation.measure_text(bench)[0]
+    assert result["none:0"]["kl"] == alone["rows"]["linear"]["kl"]
+    assert result["none:0"]["bytes"] == alone["bytes"]["linear"]
+    row = result["uniform:0.5"]
+    with softmax_in(model, row["layers"]):
+        again = evaluation.measure_text(bench)[0]
+    assert row["layers"] == (1, 3) and row["kl"] == again["rows"]["linear"]["kl"] != result["none:0"]["kl"]
+    cache = 2 * 40 * 2 * 8 * 4  # keys and values of 40 tokens, two kv heads of 8, in float32
+    assert row["bytes"] == result["none:0"]["bytes"] / 2 + 2 * cache
+    assert table.count("\n") == 13 and sorted(linear_layers(model)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("keep, message", [("7", "the model has layers 0 to 2"), ("hardest:2", "some must"),
                                            ("hardest:x", "--keep wants layers, as 0,7,15, or HOW:PART"),
                                            ("oldest:0.5", "choose from: concentration, effect, hardest")])
