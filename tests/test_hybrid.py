@@ -80,7 +80,7 @@ def test_a_hybrid_row_is_the_model_with_its_layers_back_and_pays_for_their_cache
     assert row["layers"] == (1, 3) and row["kl"] == again["rows"]["linear"]["kl"] != result["none:0"]["kl"]
     cache = 2 * 40 * 2 * 8 * 4  # keys and values of 40 tokens, two kv heads of 8, in float32
     assert row["bytes"] == result["none:0"]["bytes"] / 2 + 2 * cache
-    assert table.count("\n") == 13 and sorted(linear_layers(model)) == [0, 1, 2, 3]
+    assert table.count("\n") == 14 and sorted(linear_layers(model)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("keep, message", [("7", "the model has layers 0 to 2"), ("hardest:2", "some must"),
