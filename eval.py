@@ -325,12 +325,11 @@ def train(args: argparse.Namespace) -> None:
         distill.linearize(model, config, train.layers or None, train.seed)
         if train.keep:
             from hybrid import keep_softmax  # it imports this module
-
             keep_softmax(model, tokens, train)
         if train.lora:
             add_lora(model, train.lora)
     if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
-        raise UserError(f"--seq-len {train.seq_len} must be longer than sinks + window + budget = {pairs}")
+        raise UserError(f"--seq-len {train.seq_len} must exceed sinks + window + budget = {pairs}")
     spread(model)  # over the processes of torchrun; nothing happens without it
     # The hash is taken after the swap and before training: of all of the backbone, of nothing that is new.
     before, config = distill.fingerprint(model), model.linearize_config
@@ -348,8 +347,9 @@ def train(args: argparse.Namespace) -> None:
     print("budgets     " + " ".join(str(layer.config.budget) for layer in layers.values()))
     if train.steps and new:
         tell("train")
-        last = distill.train_adapters(model, tokens, train, out, args.resume)[-1]
-        model.training_cost = last | dict(peak_bytes=peak_memory(model.device))  # for the report
+        steps = distill.train_adapters(model, tokens, train, out, args.resume)
+        model.training_cost = steps[-1] | dict(peak_bytes=peak_memory(model.device))  # for the report
+        print(f"trained     {len(steps)} steps: loss {steps[0]['loss']:.4f} to {steps[-1]['loss']:.4f}")
     # Frozen is what the whole method promises, so it is checked and not assumed.
     if distill.fingerprint(model) != before:
         raise RuntimeError("a frozen weight has changed: a bug in this program")
@@ -370,7 +370,6 @@ def distill_main(argv: list[str] | None = None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     from commands import evaluate
-
     return command_line(dict(evaluate=evaluate), eval_options, argv)
 
 

@@ -4,7 +4,8 @@ What you will learn here (read linear_attn.py first; its equations (1)-(5) go on
   1. How (1) becomes a few matrix products a chunk and one short loop over chunks: (6)-(12).
   2. How to differentiate that by hand: (13)-(19).
   3. The kernels, each citing its equations. They are tested against `recurrent`, the naive loop.
-`python kernels.py` checks and times what this machine can run, the kernels too with TRITON_INTERPRET=1.
+On a first reading skip (13)-(19) and their kernels, the backward pass. `python kernels.py` checks and times
+what this machine can run, the kernels too with TRITON_INTERPRET=1.
 
 Forward. With the erase key e_t = b_t k_t, the value x_t = w_t v_t (made in PyTorch: autograd takes care of b
 and w) and D_t = Diag(exp g_t), a per-head g_t repeated over channels, (1) is

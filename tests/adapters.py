@@ -44,12 +44,22 @@ def save_adapter(model: PreTrainedModel, folder: Path | str, train=None) -> None
     write_atomically(Path(folder, "adapter_config.json"), lambda p: p.write_text(copy))
 
 
+def base_model(folder: Path | str) -> str:
+    """The teacher an adapter was trained on, as --model was typed then; UserError if there is no adapter."""
+    about = read_adapter(folder)[1]
+    return about["train"]["model"] if about["train"] else about["base_model"]
+
+
+def read_adapter(folder: Path | str) -> tuple[dict, dict]:
+    """(new parameters by name, settings)"""
+    return read_checked(Path(folder, "adapter_model.safetensors"), f"no adapter in {folder}")
+
+
 def load_linearized(model: PreTrainedModel | str, folder: Path | str) -> PreTrainedModel:
     """Linearize `model`, or the teacher of that name, as the folder says; its new parameters bit for bit.
 
     UserError, one line: no adapter, a damaged one, another version, another base model."""
-    path = Path(folder, "adapter_model.safetensors")
-    tensors, about = read_checked(path, f"{folder} holds no adapter this code can read")
+    tensors, about = read_adapter(folder)
     try:
         config = LinearizeConfig(**about["linearize"])
     except ValueError as error:

@@ -39,7 +39,7 @@ def generate(args: argparse.Namespace) -> None:
     )  # fmt: skip
     new, pairs = out.shape[1] - ids["input_ids"].shape[1], model.linearize_config.exact_pairs
     size = sum(row.nbytes() for layer in cache.layers for row in getattr(layer, "rows", ()))
-    said = f"{out.shape[1]} tokens of context, at most {pairs} exact pairs a query, state {size:,} bytes"
+    said = f"{out.shape[1]} tokens of context, {pairs} exact pairs (a mean over layers), state {size:,} bytes"
     rate = f"{new} new tokens, {new / (time.time() - start):.1f} a second with the prompt"
     print(f"\n{said}; {rate}", file=sys.stderr)
 

@@ -10,7 +10,8 @@ from tests.analysis import key_concentration
 def linear_attn_demo() -> None:
     """The identity on concentrated keys; an overwrite that gating smears and the delta rule gets right."""
     torch.manual_seed(0)
-    print("softmax-projection identity on 64 unit keys: concentration C, residual R = mean ||r_i||")
+    print("softmax-projection identity on 64 unit keys: concentration C, residual R = mean ||r_i||,")
+    print("in brackets what is left of the exact identity: rounding")
     for spread in (0.1, 0.3, 1.0):
         k = F.normalize(torch.ones(64, 32) + spread * torch.randn(64, 32), dim=-1)
         centred, projected, residual = softmax_projection_identity(k)
@@ -19,6 +20,7 @@ def linear_attn_demo() -> None:
         print(f" spread {spread:3}: C = {C:.3f}  R = {R:.3f} ({gap:.0e})")
     print("\nwrite A->1, B->2, then overwrite A->9; read A and B back (exact answer 9 and 2)")
     a, b = F.normalize(torch.randn(2, 16), dim=-1)
+    print(f"(cos(A, B) = {a @ b:.2f}: what is written at A moves B a little, under every rule)")
     k, v = torch.stack([a, b, a])[None, :, None], torch.tensor([1.0, 2.0, 9.0])[None, :, None, None]
     one = torch.ones_like(v[..., 0])
     for name, decay, beta in (("sum", one, None), ("gate 0.5", 0.5 * one, None), ("delta rule", one, one)):
@@ -36,7 +38,9 @@ def interventions_demo() -> None:
     model, tokenizer = distill.load_teacher()
     text = "The pass key is 48213. Remember it. " + 2 * FILLER
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    key = "48213"
     print(f"{len(ids)} tokens; [exact] are 2 sinks, the newest 16 and 16 more, the rest is in the memory")
+    print("(one kv head of the last layer; who keeps the key, before anybody has asked for it?)")
     for router in ROUTERS:
         config = LinearizeConfig(router=router, sinks=2, window=16, budget=16, block=8)
         distill.linearize(model, config)
@@ -46,5 +50,6 @@ def interventions_demo() -> None:
         positions = set((kept["position"][0, :, 0] if "position" in kept else newest).tolist())
         words = [tokenizer.decode([token]) for token in ids]
         shown = "".join(f"[{word}]" if i in positions else word for i, word in enumerate(words))
-        print(f"\n{router}\n{shown.replace('][', '')}")
+        kept_of_key = sum(i in positions for i in range(len(ids)) if words[i].strip() in set(key))
+        print(f"\n{router}: {kept_of_key} of the {len(key)} digits of the key\n{shown.replace('][', '')}")
         distill.delinearize(model)

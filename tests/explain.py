@@ -9,15 +9,16 @@ STEPS = {
         end. Its softmax attention remembers everything: for T tokens it keeps T keys and values in
         every layer, and compares each new token with all of them. (distill.load_teacher)""",
     "text": """
-        2. The text. Training crops and held-out sequences never overlap. The teacher's own training text
-        is not needed: it is only asked what it answers. (eval.load_data)""",
+        2. The text. Without --eval-data the last tenth of every text is held out before anything is cut:
+        training never sees it. The teacher's own training text is not needed: it is only asked what it
+        answers. (eval.load_data)""",
     "linearize": """
         3. The swap. Projections, norms, RoPE and MLPs stay the model's own code; only softmax over all
         tokens goes. In its place each layer keeps a fixed number of exact pairs (the first tokens,
         "sinks"; the newest, the "window"; some more that a router chooses) and puts every other token
         into a matrix S of constant size by the delta rule: what S already says about a key is replaced
-        by its value. New parameters: features of q and k, two gates, and how the two answers are weighed,
-        one or two percent of the model. (distill.linearize, interventions.LinearizedAttention)""",
+        by its value. New parameters: features of q and k, two gates, and how the two answers are
+        weighed; the next line says how many. (distill.linearize, interventions.LinearizedAttention)""",
     "allocate": """
         4. Who needs the pairs? Layers are unlike. On a few training sequences one backward pass through
         the teacher says how much an error in each layer's answer would move the model's output; layers
@@ -29,8 +30,8 @@ STEPS = {
     "measure": """
         6. The measurement, on held-out text. `nll` is the mean negative log-likelihood a token, `ppl` =
         exp(nll); `KL` is how far the distribution of the next token is from the teacher's, top-1 how
-        often both prefer the same token; `pairs` is the most keys a query sees exactly; `bytes/seq` is
-        what a sequence keeps. Rows:
+        often both prefer the same token; `pairs` is the most keys a query sees exactly, a mean over the
+        layers where they differ; `bytes/seq` is what a sequence keeps. Rows:
             teacher  the frozen model with its own softmax
             linear   the linearized model
             off      as many exact pairs, the newest, no memory: what windows alone can do
@@ -39,7 +40,8 @@ STEPS = {
             random   the memory, with a router that does not look
             bytes    the memory's bytes spent on further exact pairs instead
         The memory has earned its place only if `linear` is better than `off` *and* `bytes`: the last
-        lines say by how much, sequence by sequence, with the standard error.""",
+        lines say by how much, sequence by sequence, with the standard error. "Its gap" is what that
+        row loses on the teacher: 100 % of it would be all there is to win.""",
 }
 
 

@@ -23,7 +23,8 @@ class UserError(ValueError):
 
 def brief(error: Exception) -> str:
     """A foreign error's text on one line of bearable length."""
-    return " ".join(str(error).split())[:160]
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else text[:160].rpartition(". ")[0] or text[:160]  # whole sentences
 
 
 def team() -> tuple[int, int]:

@@ -110,6 +110,8 @@ def cpu_tables() -> None:
             error = max(map(relative_error, got, gradients(M.recurrent, args, torch.float64)))
             errors.append(dict(rule=rule, impl=impl, error=error))
             print(f"  {rule:9s}{impl:9s}{error:.1e}")
+    if errors[-1]["impl"] != "triton":
+        print("  (triton: not run, it needs a GPU or TRITON_INTERPRET=1)")
     print("CPU seconds on one core: batch 1, 8 heads of 64, float32, deltanet (second chunked column: kda)")
     print("                     T  recurrent  chunked      kda     sdpa  recurrent/chunked  sdpa/chunked")
     for backward in (False, True):

@@ -25,7 +25,8 @@ def add_options(parser: argparse.ArgumentParser, config: type) -> None:
     for field in dataclasses.fields(config):
         kind, m = type(field.default), field.metadata
         choices = "" if m["choices"] is None else f" ({', '.join(map(str, m['choices']))})"
-        shown = "" if field.default in ("", ()) else f" [{field.default}]"
+        default = distill.PRESETS["best"].get(field.name, field.default)
+        shown = "" if default in ("", ()) else f" [{default}]"
         how = dict(nargs="+", type=m["item"]) if kind is tuple else dict(type=kind)
         group.add_argument(f"--{field.name.replace('_', '-')}", help=m["help"] + choices + shown, **how)
 
@@ -35,6 +36,10 @@ def configs_from(args: argparse.Namespace) -> tuple[LinearizeConfig | None, Trai
 
     An adapter has its own LinearizeConfig: beside --adapter there is None."""
     values = dict(lookup(distill.PRESETS, args.preset, "preset"))
+    if args.adapter:
+        from adapters import base_model  # here, because distill and adapters load each other
+
+        values["model"] = base_model(args.adapter)  # unless the user typed another
     values |= {k: tuple(v) if isinstance(v, list) else v for k, v in vars(args).items() if v is not None}
     config, train = ({f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
                      for cls in (LinearizeConfig, TrainConfig))  # fmt: skip
@@ -83,7 +88,7 @@ def parser_for(commands: dict[str, Callable], describe: Callable) -> argparse.Ar
     parser.add_argument("--adapter", help="folder that distill.py wrote")
     parser.add_argument("--plugin", action="append", help="a file of yours with further rules, routers, ...")
     choices = ", ".join(distill.PRESETS)
-    parser.add_argument("--preset", default="best", help=f"where options start ({choices}) [best]")
+    parser.add_argument("--preset", default="best", help=f"where options start ({choices}) [best, as shown]")
     add_options(parser, TrainConfig)
     add_options(parser, LinearizeConfig)
     return parser

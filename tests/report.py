@@ -35,6 +35,8 @@ def text_table(result: dict) -> str:
                 part = f" ({saved / gap[0]:.0%} of its gap)" if gap[0] > 3 * gap[1] else ""
                 line += f" {metric} {saved:+.4f} ± {error:.4f}{part}"
             lines.append(line)
+    if len(rows["teacher"]["nll"]) == 1:
+        lines.append("nan: a single held-out sequence has no standard error (--eval-tokens wants more)")
     return "\n".join(lines)
 
 

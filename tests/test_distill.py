@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_model
+from files import brief
+from options import configs_from, parser_for
 
 import distill
 import eval as evaluation
@@ -462,6 +464,22 @@ def test_every_option_is_in_the_help_with_its_choices(capsys):
         for field in dataclasses.fields(cls):
             assert f"--{field.name.replace('_', '-')}" in text
     assert "deltanet" in text and "best, paper" in text
+    # what a user gets who types nothing: the preset's values, not the dataclass's
+    assert ") [mix]" in text and "further exact tokens, chosen by the router [64]" in text
+
+
+def test_an_adapter_names_its_model_unless_the_user_does(tmp_path):
+    parser = parser_for(dict(train=None), lambda parser: None)
+    model, own = linearize(tiny_model(), LinearizeConfig()), ["--adapter", str(tmp_path)]
+    for train, want in ((None, model.config._name_or_path), (TrainConfig(model="some/model"), "some/model")):
+        save_adapter(model, tmp_path, train)
+        assert configs_from(parser.parse_args(own))[1].model == want
+    assert configs_from(parser.parse_args([*own, "--model", "typed"]))[1].model == "typed"
+
+
+def test_a_foreign_error_of_many_sentences_is_cut_between_two():
+    assert brief(ValueError("One line.\nAnother. " + 80 * "And on ")) == "One line. Another"
+    assert brief(ValueError(300 * "x")) == 160 * "x" and brief(ValueError("a\n b")) == "a b"
 
 
 @pytest.mark.parametrize(
@@ -472,7 +490,8 @@ def test_every_option_is_in_the_help_with_its_choices(capsys):
         (["--preset", "bst"], "unknown preset 'bst'; choose from: best, paper"),
         (["--data", "nowhere.txt"], "cannot read nowhere.txt: [Errno 2] No such file or directory"),
         (["--model", "nobody/no-model"], "cannot load model 'nobody/no-model'"),
-        (["--seq-len", "100"], "--seq-len 100 must be longer than sinks + window + budget = 132"),
+        (["--model", "/nowhere/model"], "cannot load model '/nowhere/model' on cpu: no such folder"),
+        (["--seq-len", "100"], "--seq-len 100 must exceed sinks + window + budget = 132"),
         (["--seq-len", "1000000"], "too little text"),
         (["--out", "/proc/nothing/here"], "/proc/nothing"),
         (["--layers", "0", "9"], "no layer 9: the model has layers 0 to"),
