@@ -244,7 +244,24 @@ def ablation() -> str:
         lines.append(
             f"| {name} | {row['pairs']} | {shown} | {math.exp(nll):.2f} | {kl:.4f} ± {kl_error:.4f} |"
         )
+    lines.append("\nSaved, sequence by sequence (positive: the first is better):\n")
+    for row, control in LADDER:
+        (nll, nll_error), (kl, kl_error) = (evaluation.paired(run, m, row, control) for m in ("nll", "kl"))
+        saved = f"nll {nll:+.4f} ± {nll_error:.4f}, KL {kl:+.4f} ± {kl_error:.4f}"
+        lines.append(f"- {row}, on {control}: {saved}")
     return "\n".join(lines)
+
+
+LADDER = (
+    ("+ window", "pure"),
+    ("+ sinks", "+ window"),
+    ("+ conv", "+ sinks"),
+    ("+ routing", "+ conv"),
+    ("gdn lse", "memory off"),
+    ("gla lse", "memory off"),
+    ("gdn lse", "gla lse"),
+    ("gdn lse", "gdn sum"),
+)
 
 
 def retrieval() -> str:
@@ -286,17 +303,6 @@ def splits() -> str:
     for name, run in runs.items():
         lines.append(f"| {name} | " + " | ".join(f"{x:.0e}" for x in run.values()) + " |")
     return "\n".join(lines)
-
-
-def rules() -> str:
-    """Held-out relative MSE by rule, merge and layer (an earlier run of what is now the ablation)."""
-    result = load("rules")["rules"]
-    heads = [f"layer {i}" for i in next(iter(result.values()))] + ["mean"]
-    lines = ["```", "held-out relative MSE".ljust(22) + "".join(f"{x:>10s}" for x in heads)]
-    for name, errors in result.items():
-        values = [*errors.values(), sum(errors.values()) / len(errors)]
-        lines.append(name.ljust(22) + "".join(f"{x:10.4f}" for x in values))
-    return "\n".join([*lines, "```"])
 
 
 def kernels() -> str:
@@ -400,12 +406,11 @@ TABLES = (
     splits,
     text,
     paired,
-    rules,
+    ablation,
+    questions,
     kernels,
     memory,
     training,
-    questions,
-    ablation,
     hybrid,
     speed,
     lines,

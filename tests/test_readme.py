@@ -41,7 +41,7 @@ def test_a_command_names_files_that_exist_and_options_that_are_known(line):
         words = ["python", *words[next(i for i, word in enumerate(words) if word.endswith(".py")) :]]
     if words[0] == "pytest":
         for flag in (word for word in words[1:] if word.startswith("-")):
-            assert flag.split("=")[0] in ("-k", "-m", "--all", "--plugin"), flag
+            assert flag.split("=")[0] in ("-k", "-m", "--all", "--plugin", "--tb"), flag
         for word in (word for word in words[1:] if "/" in word):
             assert (ROOT / word).exists(), word
         return
