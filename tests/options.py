@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,8 +99,9 @@ def command_line(commands: dict[str, Callable], describe: Callable, argv: list[s
     """Parse, run, return the exit status: 0 done; 2 one line says what to mend; 130 interrupted."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--plugin", action="append", default=[])
+    plugins = early.parse_known_args(argv)[0].plugin
     try:
-        for path in early.parse_known_args(argv)[0].plugin:  # first: what it registers belongs to the choices
+        for path in plugins:  # first: what it registers belongs to the choices
             load_plugin(path)
         args = parser_for(commands, describe).parse_args(argv)
         commands[args.command](args)
@@ -110,6 +112,12 @@ def command_line(commands: dict[str, Callable], describe: Callable, argv: list[s
         print(f"error: {error}", file=sys.stderr)
     except OSError as error:
         print(f"error: {error.strerror or error}: {error.filename or 'while writing'}", file=sys.stderr)
+    except Exception as error:  # a bug: ours, or one of the user's file, who wants to know its line
+        calls = [c for c in traceback.extract_tb(error.__traceback__) if c.filename in plugins]
+        if not calls:
+            raise
+        where = f"{calls[-1].filename}, line {calls[-1].lineno}, {calls[-1].line}"
+        print(f"error: {where}: {type(error).__name__}: {distill.brief(error)}", file=sys.stderr)
     else:
         return 0
     return 2

@@ -561,6 +561,19 @@ def test_a_broken_or_missing_plugin_is_one_clear_line(text, tmp_path, capsys):
     assert err.startswith(f"error: plugin {path}: ") and err.count("\n") == 1
 
 
+def test_an_error_in_a_plugin_names_its_line_and_one_of_ours_keeps_its_traceback(plugin, tmp_path, capsys):
+    plugin.write_text(PLUGIN.replace("pool.position", "pool.age"))
+    run = ["--seq-len", "160", "--eval-tokens", "160", "--allocate", "0", "--steps", "1", "--batch", "1"]
+    mine = ["--plugin", str(plugin), "--router", "oldest", "--window", "32", "--budget", "16"]
+    assert evaluation.distill_main([*run, *mine, "--out", str(tmp_path / "out")]) == 2
+    error, text = capsys.readouterr().err.splitlines()[-1], "return -pool.age.float()"
+    line = plugin.read_text().splitlines().index(f"    {text}") + 1
+    assert error.startswith(f"error: {plugin}, line {line}, {text}: AttributeError: 'Pool' object has no")
+    with pytest.raises(ZeroDivisionError):
+        run = evaluation.command_line
+        run(dict(train=lambda args: 1 / 0), lambda parser: None, ["--plugin", str(plugin)])
+
+
 @pytest.mark.exhaustive
 def test_what_a_plugin_registers_is_tested_like_the_rest(plugin):
     """And a router that looks into the future, or at nothing, could not pass: those tests are the same."""
