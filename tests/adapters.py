@@ -101,6 +101,11 @@ def save_progress(model, optimizer, train: distill.TrainConfig, out: Path, recor
     state = {f"{name}.{i}": v for i, s in optimizer.state_dict()["state"].items() for name, v in s.items()}
     about = dict(settings=settings_of(model, train), records=records)
     write_checked(out / "progress.safetensors", state | distill.new_parameters(model), about)
+    save_results(model, train, out, records)
+
+
+def save_results(model, train: distill.TrainConfig, out: Path, records: list[dict]) -> None:
+    """What others read: metrics and the adapter."""
     lines = "".join(json.dumps(record) + "\n" for record in records)
     write_atomically(out / "metrics.jsonl", lambda p: p.write_text(lines))
     save_adapter(model, out, train)
@@ -116,4 +121,5 @@ def load_progress(model, optimizer, train: distill.TrainConfig, out: Path) -> li
     numbers = {int(key.rsplit(".", 1)[1]) for key in state}
     moments = {i: {k.split(".")[0]: x for k, x in state.items() if k.endswith(f".{i}")} for i in numbers}
     optimizer.load_state_dict(dict(optimizer.state_dict(), state=moments))
+    save_results(model, train, out, about["records"])  # a kill may have come between the progress and these
     return about["records"]

@@ -60,7 +60,13 @@ def write_checked(path: Path, tensors: dict[str, Tensor], about: dict) -> None:
     tensors = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     meta = dict(about=json.dumps(about | dict(format=FORMAT)))
     meta["sha256"] = digest(tensors, meta["about"])
-    write_atomically(path, lambda p: save_file(tensors, p, metadata=meta))
+
+    def write(temporary: Path) -> None:
+        for stray in path.parent.glob(".tmp??????"):  # safetensors' own, of a process that was killed
+            stray.unlink(missing_ok=True)
+        save_file(tensors, temporary, metadata=meta)
+
+    write_atomically(path, write)
 
 
 def read_checked(path: Path, failure: str) -> tuple[dict[str, Tensor], dict]:

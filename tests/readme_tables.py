@@ -370,7 +370,7 @@ def hybrid() -> str:
             figures = f"{math.exp(nll):.2f} | {kl:.4f} ± {error:.4f}"
             layers = " ".join(map(str, row["layers"]))
             lines.append(f"| {model} | {float(part):.0%} | {how} | {figures} | {layers} |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else "(No real model has been measured yet.)"
 
 
 def comment_share(path: Path) -> float:

@@ -296,6 +296,17 @@ def test_damaged_progress_is_refused_in_one_line_or_resumes_exactly(damage, whol
         assert outcome(folder) == outcome(whole / "3")
 
 
+def test_resume_completes_a_last_save_that_was_cut_short_and_sweeps_up(whole, tmp_path):
+    """Killed after the progress of the last step, before its adapter, and within safetensors' own writing."""
+    shutil.copytree(whole / "3", tmp_path / "cut")
+    for name in FILES[1:]:
+        shutil.copy(whole / "2" / name, tmp_path / "cut" / name)
+    (tmp_path / "cut" / ".tmpAbc123").write_bytes(b"half")
+    run(tmp_path / "cut", resume=True)
+    assert outcome(tmp_path / "cut") == outcome(whole / "3")
+    assert sorted(p.name for p in (tmp_path / "cut").iterdir()) == sorted(FILES)
+
+
 # ----------------------------------------------------------------------------- a full or read-only disk
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -565,4 +566,5 @@ def test_the_demonstration_shows_what_every_router_keeps():
     env = os.environ | dict(OMP_NUM_THREADS="1")  # tiny tensors: threads would wait for each other
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert all(f"\n{router}\n[The" in done.stdout for router in ("recency", "mass", "value", "error", "mix"))
+    for router in ("recency", "mass", "value", "error", "passage", "mix"):
+        assert re.search(rf"\n{router}: \d of the 5 digits of the key\n\[The", done.stdout), router
