@@ -112,7 +112,8 @@ def save_results(model, train: distill.TrainConfig, out: Path, records: list[dic
 
 
 def load_progress(model, optimizer, train: distill.TrainConfig, out: Path) -> list[dict]:
-    """Set model and optimizer as they were; return the records of the steps done."""
+    """Set model and optimizer as they were; return the records of the steps done. Metrics and the adapter are
+    written anew: a kill may have come between the progress and these."""
     state, about = read_checked(out / "progress.safetensors", f"nothing to resume in {out}")
     now, then = settings_of(model, train), about["settings"]
     if changed := sorted(k for k in now if then.get(k) != now[k]):
@@ -121,5 +122,5 @@ def load_progress(model, optimizer, train: distill.TrainConfig, out: Path) -> li
     numbers = {int(key.rsplit(".", 1)[1]) for key in state}
     moments = {i: {k.split(".")[0]: x for k, x in state.items() if k.endswith(f".{i}")} for i in numbers}
     optimizer.load_state_dict(dict(optimizer.state_dict(), state=moments))
-    save_results(model, train, out, about["records"])  # a kill may have come between the progress and these
+    save_results(model, train, out, about["records"])
     return about["records"]

@@ -36,9 +36,9 @@ def interventions_demo() -> None:
     from tests.benchmarks import FILLER
 
     model, tokenizer = distill.load_teacher()
-    text = "The pass key is 48213. Remember it. " + 2 * FILLER
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     key = "48213"
+    text = f"The pass key is {key}. Remember it. " + 2 * FILLER
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     print(f"{len(ids)} tokens; [exact] are 2 sinks, the newest 16 and 16 more, the rest is in the memory")
     print("(one kv head of the last layer; who keeps the key, before anybody has asked for it?)")
     for router in ROUTERS:
@@ -50,6 +50,6 @@ def interventions_demo() -> None:
         positions = set((kept["position"][0, :, 0] if "position" in kept else newest).tolist())
         words = [tokenizer.decode([token]) for token in ids]
         shown = "".join(f"[{word}]" if i in positions else word for i, word in enumerate(words))
-        kept_of_key = sum(i in positions for i in range(len(ids)) if words[i].strip() in set(key))
+        kept_of_key = sum(words[i].strip() in set(key) for i in positions)
         print(f"\n{router}: {kept_of_key} of the {len(key)} digits of the key\n{shown.replace('][', '')}")
         distill.delinearize(model)

@@ -36,6 +36,11 @@ def runs(kind: str) -> Iterator[tuple[str, dict]]:
             yield model, load(path.stem)
 
 
+def config_of(run: dict, row: str) -> evaluation.LinearizeConfig:
+    """What a row of a run computes: the run's config with the row's changes."""
+    return evaluation.LinearizeConfig(**run["linearize"]).changed(**run["variants"][row])
+
+
 def default() -> str:
     return "```\n" + evaluation.text_table(load("default")["ppl"]) + "\n```"
 
@@ -197,9 +202,9 @@ def questions() -> str:
     lines.append("|---|---|---|---|---|---|---|")
     for path in sorted(RESULTS.glob("*_mmlu_*.json")) + sorted(RESULTS.glob("*_lambada_*.json")):
         run, (key, task, *_) = load(path.stem), path.stem.split("_")
-        result, config = run[task], evaluation.LinearizeConfig(**run["linearize"])
+        result, config = run[task], config_of(run, "linear")
         for name, row in answers(task, result).items():
-            pairs = "all" if name == "teacher" else config.changed(**run["variants"][name]).exact_pairs
+            pairs = "all" if name == "teacher" else config_of(run, name).exact_pairs
             count = len(row["hit"])
             gain, error = evaluation.mean_and_error([x - y for x, y in zip(row["hit"], row["teacher"])])
             kl, kl_error = evaluation.mean_and_error(row["kl"])
@@ -269,9 +274,9 @@ def retrieval() -> str:
     lines = ["| model | kind | T | row | pairs | found |", "|---|---|---|---|---|---|"]
     for path in sorted(RESULTS.glob("*_retrieval_*.json")):
         result = load(path.stem)
-        model, config = MODELS[path.stem.split("_")[0]], evaluation.LinearizeConfig(**result["linearize"])
+        model, config = MODELS[path.stem.split("_")[0]], config_of(result, "linear")
         for row, kinds in result["retrieval"]["rows"].items():
-            changed = config.changed(**result["variants"].get(row, {}))
+            changed = config if row == "teacher" else config_of(result, row)
             pairs = "all" if row == "teacher" else changed.exact_pairs
             even = ", even" if len(set(config.budgets)) == 1 else ""
             name = "teacher" if row == "teacher" else f"{row} ({changed.router}{even})"
@@ -346,12 +351,11 @@ def speed() -> str:
     lines = [f"| model | tokens | row | {times} | bytes × teacher |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for model, run in runs("speed_*"):
-        config = evaluation.LinearizeConfig(**run["linearize"])
         for length, rows in sorted(run["speed"]["lengths"].items(), key=lambda x: int(x[0])):
             teacher = rows["teacher"]
             for name, row in rows.items():
                 if name != "teacher":
-                    name += f" ({config.changed(**run['variants'].get(name, {})).router})"
+                    name += f" ({config_of(run, name).router})"
                 ratio = {key: row[key] / teacher[key] for key in ("prefill", "decode", "bytes")}
                 prefill = f"{1e3 * row['prefill'] / int(length):.2f} | {ratio['prefill']:.2f}"
                 decode = f"{1e3 * row['decode']:.0f} | {ratio['decode']:.2f}"
