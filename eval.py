@@ -42,7 +42,7 @@ from linear_attn import register
 # isort: split
 # tests/, where command lines live, is on the path since distill was imported
 from explain import explain
-from files import peak_memory
+from files import Progress, peak_memory
 from lora import add_lora
 from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
 from processes import spread, torchrun
@@ -61,8 +61,7 @@ KINDS = ("passkey", "prose", "uuid", "multikey", "multiquery", "multivalue", "tr
 class Bench:
     """What a task is given. It returns its raw figures and a table of them.
 
-    One model serves all rows: its controller says which of them it is (`row`).
-    """
+    One model serves all rows: its controller says which of them it is (`row`)."""
 
     model: distill.hf.PreTrainedModel
     tokenizer: object
@@ -75,6 +74,7 @@ class Bench:
     mmlu: str = "cais/mmlu"
     lambada: str = "EleutherAI/lambada_openai:data/lambada_test_en.jsonl"
     plot: str = ""
+    progress: Progress = Progress()  # a long task asks it for what it has finished before
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

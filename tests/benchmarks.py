@@ -137,29 +137,36 @@ def measure_mmlu(bench: Bench) -> tuple[dict, str]:
     """MMLU, 5-shot, the standard prompt: log-probabilities of the four letters, question by question (hence
     independent of any batch size). Beside accuracy: the right letter's log-probability, agreement with the
     teacher's letter and KL over the four letters, which say more when the teacher itself is weak."""
-    files, letters, subjects = mmlu_files(bench.mmlu), [], []
+    files = mmlu_files(bench.mmlu)
     rows: dict[str, list] = {name: [] for name in bench.rows}
-    right = []
-    for subject in tqdm(
-        sorted(n[5:] for n in files if n.startswith("test/")), desc="mmlu", leave=False, disable=None
-    ):
+    subjects, right = [], []
+    names = sorted(n[5:] for n in files if n.startswith("test/"))
+    for subject in tqdm(names, desc="mmlu", leave=False, disable=None):
         dev, test = (list(csv.reader(io.StringIO(files[f"{part}/{subject}"]))) for part in ("dev", "test"))
         test = test[: bench.limit or None]
-        shots = [mmlu_question(row, True) for row in dev[:5]]
-        topic = subject.replace("_", " ")
-        about = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
-        prompts = [about + "\n\n".join([*shots, mmlu_question(row, False)]) for row in test]
-        letters = [bench.encode(prompts[0] + f" {x}")[-1] for x in "ABCD"]
-        ids = [bench.encode(prompt) for prompt in prompts]
-        shared = common_prefix(ids)
-        for name, row in rows.items():
-            with bench.row(name) as model:
-                for log_p, _ in continuations(model, ids[0][:shared], [x[shared:] for x in ids], last=1):
-                    row.append([round(x, 4) for x in log_p[-1, letters].tolist()])
+        work = functools.partial(mmlu_subject, bench, subject, dev[:5], test)
+        for name, scores in bench.progress.once(f"mmlu {subject}", work).items():
+            rows[name] += scores
         right += ["ABCD".index(row[-1]) for row in test]
         subjects.append([subject, len(test)])
     result = dict(subjects=subjects, right=right, letters=rows)
     return result, mmlu_table(result)
+
+
+def mmlu_subject(bench: Bench, subject: str, dev: list, test: list) -> dict[str, list[list[float]]]:
+    """Log-probabilities of the four letters, by row and question."""
+    shots = [mmlu_question(row, True) for row in dev]
+    topic = subject.replace("_", " ")
+    about = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
+    prompts = [about + "\n\n".join([*shots, mmlu_question(row, False)]) for row in test]
+    letters = [bench.encode(prompts[0] + f" {x}")[-1] for x in "ABCD"]
+    ids = [bench.encode(prompt) for prompt in prompts]
+    shared, rows = common_prefix(ids), {}
+    for name in bench.rows:
+        with bench.row(name) as model:
+            answers = continuations(model, ids[0][:shared], [x[shared:] for x in ids], last=1)
+            rows[name] = [[round(x, 4) for x in log_p[-1, letters].tolist()] for log_p, _ in answers]
+    return rows
 
 
 def mmlu_table(result: dict) -> str:
@@ -191,27 +198,36 @@ def measure_lambada(bench: Bench) -> tuple[dict, str]:
     by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     for start in tqdm(range(0, len(ids), 16), desc="lambada", leave=False, disable=None):
         part = by_length[start : start + 16]
-        longest = len(ids[part[-1]])
-        batch = torch.tensor(
-            [ids[i] + [0] * (longest - len(ids[i])) for i in part], device=bench.model.device
-        )
-        mask = torch.tensor(
-            [[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in part], device=batch.device
-        )
-        for name, row in rows.items():
-            with bench.row(name) as model:
-                hidden = model.base_model(input_ids=batch, attention_mask=mask, use_cache=False)[0]
-                for i, h in zip(part, hidden):  # logits of the last words alone
-                    logits = model.get_output_embeddings()(h[starts[i] - 1 : len(ids[i]) - 1]).float()
-                    target = torch.tensor(ids[i][starts[i] :], device=logits.device)
-                    row["hit"][i] = float((logits.argmax(-1) == target).all())
-                    row["log_p"][i] = round(logits.log_softmax(-1).gather(1, target[:, None]).sum().item(), 4)
+        work = functools.partial(last_words, bench, [ids[i] for i in part], [starts[i] for i in part])
+        for name, scores in bench.progress.once(f"lambada {start}", work).items():
+            for i, (hit, log_p) in zip(part, scores):
+                rows[name]["hit"][i], rows[name]["log_p"][i] = hit, log_p
     lines = ["LAMBADA      accuracy      - teacher ± s.e.   log p(word)"]
     for name, row in rows.items():
         gain, error = paired(rows, "hit", "teacher", name)
         hit, log_p = (mean_and_error(row[m])[0] for m in ("hit", "log_p"))
         lines.append(f"{name:10s}{hit:11.3f}   {gain:+.3f} ± {error:.3f}{log_p:14.3f}")
     return dict(rows=rows), "\n".join(lines) + f"\n{len(ids)} passages"
+
+
+def last_words(bench: Bench, ids: list[list[int]], starts: list[int]) -> dict[str, list[list[float]]]:
+    """[is it what greedy decoding says, its log-probability] of every row and passage, one batch; `starts`:
+    where the last words start."""
+    rows, pads = {}, [max(map(len, ids)) - len(x) for x in ids]
+    batch, mask = (
+        torch.tensor([some(x) + [0] * n for x, n in zip(ids, pads)], device=bench.model.device)
+        for some in (list, lambda x: [1] * len(x))
+    )
+    for name in bench.rows:
+        row = rows[name] = []
+        with bench.row(name) as model:
+            hidden = model.base_model(input_ids=batch, attention_mask=mask, use_cache=False)[0]
+            for x, start, h in zip(ids, starts, hidden):  # logits of the last words alone
+                logits = model.get_output_embeddings()(h[start - 1 : len(x) - 1]).float()
+                target = torch.tensor(x[start:], device=logits.device)
+                log_p = logits.log_softmax(-1).gather(1, target[:, None]).sum().item()
+                row.append([float((logits.argmax(-1) == target).all()), round(log_p, 4)])
+    return rows
 
 
 # ----------------------------------------------------------------------------- retrieval
@@ -281,21 +297,12 @@ def measure_retrieval(bench: Bench) -> tuple[dict, str]:
     the answer is the likeliest after the true ones before it) and by greedy decoding through the cache."""
     rows = {name: {kind: dict(forced=[], greedy=[]) for kind in bench.kinds} for name in bench.rows}
     for kind in bench.kinds:
-        for ids, asks in tqdm(
-            retrieval_cases(bench, kind, bench.limit or 8), desc=kind, leave=False, disable=None
-        ):
-            questions = [bench.encode(q) for q, _ in asks]
-            answers = [bench.encode(q + a)[len(x) :] for (q, a), x in zip(asks, questions)]
-            forced_too = [q + a[:-1] for q, a in zip(questions, answers)]
-            for name, row in rows.items():
-                with bench.row(name) as model:
-                    read = list(continuations(model, ids, forced_too + questions))
-                    right = [
-                        log_p[-len(a) :].argmax(-1).tolist() == a for (log_p, _), a in zip(read, answers)
-                    ]
-                    said = [decode(model, *asked, a) == a for asked, a in zip(read[len(answers) :], answers)]
-                row[kind]["forced"].append(float(all(right)))
-                row[kind]["greedy"].append(float(all(said)))
+        cases = retrieval_cases(bench, kind, bench.limit or 8)
+        for i, case in enumerate(tqdm(cases, desc=kind, leave=False, disable=None)):
+            work = functools.partial(found, bench, *case)
+            for name, (forced, greedy) in bench.progress.once(f"{kind} {i}", work).items():
+                rows[name][kind]["forced"].append(forced)
+                rows[name][kind]["greedy"].append(greedy)
     lines = [
         f"exact match, T = {bench.train.seq_len}".ljust(24) + "".join(f"{kind:>12s}" for kind in bench.kinds)
     ]
@@ -306,6 +313,20 @@ def measure_retrieval(bench: Bench) -> tuple[dict, str]:
                 + "".join(f"{mean_and_error(row[k][how])[0]:12.2f}" for k in bench.kinds)
             )
     return dict(rows=rows, seq_len=bench.train.seq_len), "\n".join(lines)
+
+
+def found(bench: Bench, ids: list[int], asks: list[tuple[str, str]]) -> dict[str, list[float]]:
+    """[forced, greedy] of every row: are all answers right?"""
+    questions, rows = [bench.encode(q) for q, _ in asks], {}
+    answers = [bench.encode(q + a)[len(x) :] for (q, a), x in zip(asks, questions)]
+    forced_too = [q + a[:-1] for q, a in zip(questions, answers)]
+    for name in bench.rows:
+        with bench.row(name) as model:
+            read = list(continuations(model, ids, forced_too + questions))
+            forced = [log_p[-len(a) :].argmax(-1).tolist() == a for (log_p, _), a in zip(read, answers)]
+            greedy = [decode(model, *asked, a) == a for asked, a in zip(read[len(answers) :], answers)]
+        rows[name] = [float(all(forced)), float(all(greedy))]
+    return rows
 
 
 # ----------------------------------------------------------------------------- speed

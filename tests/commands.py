@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+from files import Progress, digest
 from options import check_writable, configs_from, load_adapter
 
 import distill
@@ -73,5 +74,11 @@ def evaluate(args: argparse.Namespace) -> None:
             modes[row] = at_budget(model, name, int(budget))
     for kind in kinds:
         lookup(dict.fromkeys(KINDS), kind, "kind")
-    bench = Bench(model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada, args.plot)
-    report(bench, Path(args.json), distill.fingerprint(model), {name: TASKS[name] for name in tasks})
+    path, before = Path(args.json), distill.fingerprint(model)
+    whose = sys.argv, before, digest(distill.new_parameters(model))
+    progress = Progress(path.with_name(path.name + ".part"), whose)
+    bench = Bench(
+        model, tokenizer, *data, train, rows, args.limit, kinds, args.mmlu, args.lambada, args.plot, progress
+    )
+    report(bench, path, before, {name: TASKS[name] for name in tasks})
+    progress.finish()

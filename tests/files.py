@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+T = TypeVar("T")
 FORMAT = 2  # version of the adapter folder
 
 
@@ -53,6 +56,34 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     write(temporary)
     os.replace(temporary, path)
+
+
+class Progress:
+    """What an interrupted run has finished, item by item, in a file beside its results; `whose` tells that it
+    was the same run. Without a path nothing is remembered."""
+
+    def __init__(self, path: Path | None = None, whose: object = None) -> None:
+        self.path, self.whose, self.done = path, json.loads(json.dumps(whose)), {}
+        try:
+            saved = json.loads(path.read_text())
+            if saved["whose"] == self.whose:
+                self.done = saved["done"]
+                print(f"going on after {len(self.done)} finished items in {path}", file=sys.stderr)
+        except (AttributeError, OSError, ValueError, LookupError, TypeError):
+            pass  # none, or of something else: everything is measured
+
+    def once(self, item: str, work: Callable[[], T]) -> T:
+        """work(), a JSON value, unless the item is finished."""
+        if self.path is None:
+            return work()
+        if item not in self.done:
+            self.done[item] = work()
+            write_atomically(self.path, lambda p: p.write_text(json.dumps(vars(self), default=str)))
+        return self.done[item]
+
+    def finish(self) -> None:
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
 
 def write_checked(path: Path, tensors: dict[str, Tensor], about: dict) -> None:

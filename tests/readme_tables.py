@@ -197,30 +197,35 @@ def layers() -> str:
 
 
 def questions() -> str:
-    """MMLU and LAMBADA of every run: accuracy, its paired difference to the teacher's, what says more."""
+    """MMLU and LAMBADA of every run: accuracy, its paired difference to the teacher's, what says more. Runs
+    of the same adapter and rows on parts of the questions count as one."""
     lines = ["| model, task | exact pairs | row | accuracy | - teacher ± s.e. | same answer | KL |"]
     lines.append("|---|---|---|---|---|---|---|")
+    pooled = {}
     for path in sorted(RESULTS.glob("*_mmlu_*.json")) + sorted(RESULTS.glob("*_lambada_*.json")):
         run, (key, task, *_) = load(path.stem), path.stem.split("_")
-        result, config = run[task], config_of(run, "linear")
-        for name, row in answers(task, result).items():
+        rows = answers(task, run[task])
+        part = pooled.setdefault((key, task, str(run["linearize"]), *rows), (run, rows))[1]
+        if part is not rows:
+            part |= {n: {k: x + rows[n][k] for k, x in row.items()} for n, row in part.items()}
+    for (key, task, *_), (run, rows) in pooled.items():
+        for name, row in rows.items():
             pairs = "all" if name == "teacher" else config_of(run, name).exact_pairs
-            count = len(row["hit"])
-            gain, error = evaluation.mean_and_error([x - y for x, y in zip(row["hit"], row["teacher"])])
-            kl, kl_error = evaluation.mean_and_error(row["kl"])
+            count, hits = len(row["hit"]), row["hit"]
+            gain, error = evaluation.mean_and_error([x - y for x, y in zip(hits, row["teacher"])])
+            kl, kl_error = evaluation.mean_and_error(row["kl"] or [math.nan])
             kl = "–" if math.isnan(kl) else f"{kl:.3f} ± {kl_error:.3f}"
-            shown = f"{sum(row['hit']) / count:.1%} | {gain:+.1%} ± {error:.1%} | {row['same']:.1%} | {kl}"
-            rule = f"{name} ({config.rule}, {config.merge}, {config.router})" if name == "linear" else name
-            lines.append(f"| {MODELS[key]}, {task} ({count:,}) | {pairs} | {rule} | {shown} |")
+            shown = f"{sum(hits) / count:.1%} | {gain:+.1%} ± {error:.1%} | {sum(row['same']) / count:.1%}"
+            lines.append(f"| {MODELS[key]}, {task} ({count:,}) | {pairs} | {name} | {shown} | {kl} |")
     return "\n".join(lines)
 
 
 def answers(task: str, result: dict) -> dict[str, dict]:
-    """Right or wrong item by item, of every row, beside the teacher's; and what tells them apart."""
+    """Item by item, of every row: right or wrong, as the teacher is, whether that is the same, and KL."""
     if task == "lambada":
         hits = {name: row["hit"] for name, row in result["rows"].items()}
-        same = {n: sum(x == y for x, y in zip(h, hits["teacher"])) / len(h) for n, h in hits.items()}
-        return {n: dict(hit=h, teacher=hits["teacher"], same=same[n], kl=[math.nan]) for n, h in hits.items()}
+        same = {n: [x == y for x, y in zip(h, hits["teacher"])] for n, h in hits.items()}
+        return {n: dict(hit=h, teacher=hits["teacher"], same=same[n], kl=[]) for n, h in hits.items()}
     made, letters = {}, {n: torch.tensor(x).log_softmax(-1) for n, x in result["letters"].items()}
     teacher, right = letters["teacher"], torch.tensor(result["right"])
     for name, own in letters.items():
@@ -228,7 +233,7 @@ def answers(task: str, result: dict) -> dict[str, dict]:
         made[name] = dict(
             hit=(said == right).double().tolist(),
             teacher=(meant == right).double().tolist(),
-            same=(said == meant).double().mean().item(),
+            same=(said == meant).tolist(),
             kl=(teacher.exp() * (teacher - own)).sum(-1).tolist(),
         )
     return made

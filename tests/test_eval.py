@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_model
+from files import Progress
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -340,6 +341,38 @@ def test_lambada_asks_for_the_last_word_whatever_the_batch(embedded, tmp_path):
     for i in (0, 3, 18):  # in other batches, beside other lengths
         assert abs(rows["teacher"]["log_p"][i] - want) < 2e-3
     assert rows["linear"]["log_p"] == pytest.approx(rows["teacher"]["log_p"], abs=2e-3), "short: exact"
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was_and_never_with_anothers_answers(embedded, tmp_path):
+    """Interrupted in every item, one after the other, it ends with the answers of an unbroken one."""
+    model, tokenizer = embedded
+    about = dict(tokenizer=tokenizer, train=TrainConfig(seq_len=150), kinds=("passkey", "uuid"), limit=3)
+    about, path = about | dict(rows=("teacher", "linear")), tmp_path / "r.json.part"
+    passes, allowed = 0, 10_000
+
+    def count(*_):
+        nonlocal passes
+        passes += 1
+        if passes > allowed:
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(count)
+    want = benchmarks.measure_retrieval(bench(model, **about))[0]
+    allowed = passes // 3  # of six items, so that at least one is finished in a run
+    runs, got = 0, None
+    while got is None and runs < 20:
+        passes, runs, progress = 0, runs + 1, Progress(path, ["this", 1])
+        try:
+            got = benchmarks.measure_retrieval(bench(model, progress=progress, **about))[0]
+        except KeyboardInterrupt:
+            assert path.exists()
+    hook.remove()
+    assert got == want and runs >= 3
+    assert len(Progress(path, ["this", 1]).done) == 6 and not Progress(path, ["another", 1]).done
+    path.write_text(path.read_text()[:50])  # of another program, or cut by a full disk
+    assert not Progress(path, ["this", 1]).done
+    progress.finish()
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("kind", evaluation.KINDS)
