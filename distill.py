@@ -71,6 +71,7 @@ class TrainConfig:
     loss: str = option("layer", "what is trained on", LOSSES)
     steps: int = option(40, "training steps; 0 only measures", low=0)
     seq_len: int = option(512, "tokens per sequence", low=2)
+    begin: tuple = option((), "tokens that start every sequence (default: the tokenizer's, as BOS)", item=int)
     batch: int = option(4, "sequences per step", low=1)
     lr: float = option(1e-2, "peak learning rate", low=0.0)
     beta2: float = option(0.99, "Adam's second beta", low=0.0, high=0.9999)
@@ -147,7 +148,8 @@ def batches(tokens: Tensor, train: TrainConfig, first_step: int = 0) -> Iterator
         g = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
         # Anywhere in the text: not only at multiples of seq_len, and documents may be cut.
         starts = torch.randint(0, len(tokens) - train.seq_len + 1, (train.batch,), generator=g)
-        yield torch.stack([tokens[i : i + train.seq_len] for i in starts])
+        head = tokens.new_tensor(train.begin)  # a BOS token for Llama, for Qwen nothing
+        yield torch.stack([torch.cat([head, tokens[i : i + train.seq_len - len(head)]]) for i in starts])
 
 # ----------------------------------------------------------------------------- 2. the swap
 # One model object answers as teacher, as student and as every control: which one is decided at each call of

@@ -47,7 +47,7 @@ from lora import add_lora
 from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
 from processes import spread, torchrun
 from report import mean_and_error, paired, report, text_table  # noqa: F401
-from texts import read_texts
+from texts import begun, read_texts
 
 # A task is a function of a Bench that returns (raw figures, a table of them). Add one with
 # @register(TASKS, "name"); most live in tests/benchmarks.py.
@@ -71,7 +71,7 @@ class Bench:
     rows: tuple[str, ...]  # "teacher" and names of the model's variants
     limit: int = 0  # questions a subject, passages, cases a kind; 0: all, or 8 cases
     kinds: tuple[str, ...] = KINDS
-    mmlu: str = "cais/mmlu"
+    mmlu: str = "cais/mmlu"  # or a folder of the original files
     lambada: str = "EleutherAI/lambada_openai:data/lambada_test_en.jsonl"
     plot: str = ""
     progress: Progress = Progress()  # a long task asks it for what it has finished before
@@ -98,14 +98,15 @@ def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
     if not held:
         cuts = [len(text) * 9 // 10 for text in texts]
         texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
-    # No special tokens: neither a BOS at the start of the text nor any within (README, Limits).
+    # No special tokens within; but every sequence starts as the tokenizer would start it (`begun`).
     encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False, return_tensors="pt")
     tokens, held_out = (encode("\n\n".join(part))["input_ids"][0] for part in (texts, held))
     if min(len(tokens), len(held_out)) < train.seq_len:
         have = f"{len(tokens)} training and {len(held_out)} held-out tokens"
         raise UserError(f"too little text: {have} for --seq-len {train.seq_len}")
-    count = max(1, min(len(held_out), train.eval_tokens) // train.seq_len)
-    return tokens, held_out[: count * train.seq_len].view(count, train.seq_len)
+    count, head = min(len(held_out), train.eval_tokens) // train.seq_len, tokens.new_tensor(train.begin)
+    parts = held_out.split(train.seq_len - len(head))[: max(1, count)]
+    return tokens, torch.stack([torch.cat([head, part]) for part in parts])
 
 
 @register(ROUTERS, "random")
@@ -245,8 +246,7 @@ def share_out(cost: Tensor, budgets: Sequence[int], total: int) -> tuple[int, ..
             to = rest[gains.index(max(gains))]
             steps.append((max(gains), n, budgets[to] - budgets[at]))
             at = to
-    # All layers' steps together, best first, while there are pairs; a layer's own come in their order,
-    # because its curve is convex now.
+    # All layers' steps, best first: a layer's own come in their order, because its curve is convex now.
     for _, n, pairs in sorted(steps, reverse=True):
         given[n] += min(pairs, total - sum(given))
     return tuple(given)
@@ -296,9 +296,7 @@ def measure_text(bench: Bench) -> tuple[dict, str]:
     # Pairs that a query can see at most; with fewer tokens than that, all of them.
     configs = {n: bench.model.linearize_config.changed(**variants[n]) for n in rows if n != "teacher"}
     pairs = {n: min(T, configs[n].exact_pairs) if n in configs else T for n in rows}
-    size = state_bytes(bench.model, T, rows)
-    # What a row costs stands beside what it achieves.
-    result = dict(rows=rows, bytes=size, pairs=pairs, seq_len=T)
+    result = dict(rows=rows, bytes=state_bytes(bench.model, T, rows), pairs=pairs, seq_len=T)
     return result, text_table(result)
 
 # ----------------------------------------------------------------------------- the command lines
@@ -316,7 +314,7 @@ def train(args: argparse.Namespace) -> None:
     frozen = sum(p.numel() for p in model.parameters())
     print(f"teacher     {train.model or 'embedded'}: {frozen:,} parameters, all frozen")
     tell("text")
-    tokens, held_out = load_data(tokenizer, train)
+    tokens, held_out = load_data(tokenizer, train := begun(train, tokenizer))
     print(f"text        {len(tokens):,} training tokens, {held_out.numel():,} held out, T = {train.seq_len}")
     tell("linearize")
     if args.adapter:  # go on from there, with another loss for example; its layers and shares come with it

@@ -100,6 +100,11 @@ def continuations(model, prefix: list[int], rests: list[list[int]], last: int = 
         yield out.logits[0].float().log_softmax(-1), own
 
 
+def from_the_start(bench: Bench, text: str) -> list[int]:
+    """Tokens of a text that comes first: after those that the tokenizer starts a text with."""
+    return [*bench.train.begin, *bench.encode(text)]
+
+
 def common_prefix(rows: list[list[int]]) -> int:
     """How many first tokens all rows share, leaving each at least one."""
     same = [len(set(column)) == 1 for column in zip(*rows)]
@@ -160,7 +165,7 @@ def mmlu_subject(bench: Bench, subject: str, dev: list, test: list) -> dict[str,
     about = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
     prompts = [about + "\n\n".join([*shots, mmlu_question(row, False)]) for row in test]
     letters = [bench.encode(prompts[0] + f" {x}")[-1] for x in "ABCD"]
-    ids = [bench.encode(prompt) for prompt in prompts]
+    ids = [from_the_start(bench, prompt) for prompt in prompts]
     shared, rows = common_prefix(ids), {}
     for name in bench.rows:
         with bench.row(name) as model:
@@ -190,10 +195,8 @@ def measure_lambada(bench: Bench) -> tuple[dict, str]:
     """LAMBADA: is the last word of a passage what greedy decoding says? And the word's log-probability."""
     passages = read_texts(bench.lambada)[: bench.limit or None]
     cut = [text.rstrip().rsplit(" ", 1)[0] for text in passages]
-    ids, starts = (
-        [bench.encode(text.rstrip()) for text in passages],
-        [len(bench.encode(text)) for text in cut],
-    )
+    ids = [from_the_start(bench, text.rstrip()) for text in passages]
+    starts = [len(from_the_start(bench, text)) for text in cut]
     rows = {name: dict(hit=[0.0] * len(ids), log_p=[0.0] * len(ids)) for name in bench.rows}
     by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     for start in tqdm(range(0, len(ids), 16), desc="lambada", leave=False, disable=None):
@@ -271,9 +274,11 @@ def retrieval_cases(bench: Bench, kind: str, count: int) -> Iterator[tuple[list[
         facts, asks = facts_and_questions(kind, rng)
         depths = [0.05 + 0.85 * i / max(1, count - 1), *(0.9 * rng.random() for _ in facts[1:])]
         facts = [bench.encode(fact) for fact in facts]
-        room = bench.train.seq_len - sum(map(len, facts)) - max(len(bench.encode(q + a)) for q, a in asks)
+        begin = list(bench.train.begin)
+        longest = max(len(bench.encode(q + a)) for q, a in asks)
+        room = bench.train.seq_len - sum(map(len, (begin, *facts))) - longest
         start = rng.randrange(max(1, len(hay) - room))
-        ids, at = [], start
+        ids, at = begin, start
         # a chain has to be told in order; else every fact keeps its own depth
         order = sorted(depths) if kind == "tracking" else depths
         for depth, fact in sorted(zip(order, facts)):

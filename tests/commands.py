@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from files import Progress, digest
 from options import check_writable, configs_from, load_adapter
+from texts import begun
 
 import distill
 from distill import UserError
@@ -59,6 +60,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if not args.adapter and tasks != ("ablation",):
         raise UserError("every task but ablation needs --adapter DIR (python distill.py makes one)")
     model, tokenizer = distill.load_teacher(train.model, train.dtype, train.device, train.device_map)
+    train = begun(train, tokenizer)
     data = load_data(tokenizer, train)
     if args.adapter:
         load_adapter(model, args)

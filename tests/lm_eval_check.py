@@ -34,6 +34,7 @@ import eval as evaluation  # noqa: E402
 
 sys.path.append(str(Path(__file__).resolve().parent))
 import benchmarks  # noqa: E402
+from texts import begun  # noqa: E402
 
 # float32 logits of size 30 over 30 layers in two orders of summation: about 1e-4; measure_mmlu rounds to 1e-4
 TOLERANCE = 1e-3
@@ -95,8 +96,8 @@ def small_task_here(bench: evaluation.Bench, name: str) -> list[list[float]]:
     every = []
     for question, choices, _ in SMALL_TASK:
         context = f"Question: {question}\nAnswer:"
-        ids = bench.encode(context)
-        answers = [bench.encode(f"{context} {choice}")[len(ids) :] for choice in choices]
+        ids = benchmarks.from_the_start(bench, context)
+        answers = [benchmarks.from_the_start(bench, f"{context} {x}")[len(ids) :] for x in choices]
         with bench.row(name) as model:
             read = benchmarks.continuations(model, ids[:-1], [ids[-1:] + a[:-1] for a in answers])
             every.append(
@@ -155,7 +156,7 @@ def check(args: argparse.Namespace) -> int:
         raise distill.UserError(f"no subject {min(unknown)} in {args.mmlu}; there are {', '.join(every)}")
     subjects = sorted(args.subjects) or every[:: max(1, len(every) // 3)][:3]
     nothing = torch.zeros(0, dtype=torch.long)
-    train = evaluation.TrainConfig()
+    train = begun(evaluation.TrainConfig(), tokenizer)
     # eval.py never truncates; lm-eval does at max_length, by default the model's max_position_embeddings
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=args.batch_size, max_length=2**20)
     good = []

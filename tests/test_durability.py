@@ -350,7 +350,8 @@ def test_a_full_disk_leaves_every_file_of_the_last_save_or_of_this_one(
 @pytest.fixture
 def command(monkeypatch):
     """`python distill.py` on a tiny model and random tokens: (folder) -> exit status."""
-    monkeypatch.setattr(distill, "load_teacher", lambda *_: (tiny_model(), None))
+    tokenizer = lambda *_, **kw: dict(input_ids=[1])  # noqa: E731
+    monkeypatch.setattr(distill, "load_teacher", lambda *_: (tiny_model(), tokenizer))
     monkeypatch.setattr(evaluation, "load_data", lambda *_: (TOKENS, TOKENS[:40].view(2, 20)))
     options = (
         "--router recency --budget 0 --sinks 2 --window 6 --seq-len 20 --batch 1 --steps 3 --save-every 1"

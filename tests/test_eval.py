@@ -17,9 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import tiny_model
-from files import Progress
+from files import Progress, read_checked
 from hypothesis import given
 from hypothesis import strategies as st
+from texts import begun
+from tokenizers.processors import TemplateProcessing
 
 import distill
 import eval as evaluation  # before benchmarks: it says where that is
@@ -272,9 +274,12 @@ def test_generate_streams_text_and_says_what_it_took(trained, capsys):
 
 def test_resume_on_the_command_line_does_nothing_twice(trained, capsys):
     folder, args = trained
-    before = (folder / "out" / "adapter_model.safetensors").read_bytes()
+    file = folder / "out" / "adapter_model.safetensors"
+    tensors, about = read_checked(file, "")  # not its bytes: safetensors writes its keys in any order
     assert evaluation.distill_main(["--out", str(folder / "out"), "--resume", *args]) == 0
-    assert (folder / "out" / "adapter_model.safetensors").read_bytes() == before
+    again, about_again = read_checked(file, "")
+    assert about == about_again and tensors.keys() == again.keys()
+    assert all(torch.equal(x, again[name]) for name, x in tensors.items())
 
 
 @pytest.mark.parametrize(
@@ -373,6 +378,30 @@ def test_an_interrupted_evaluation_goes_on_where_it_was_and_never_with_anothers_
     assert not Progress(path, ["this", 1]).done
     progress.finish()
     assert not path.exists()
+
+
+def test_every_sequence_starts_as_the_tokenizer_starts_a_text(tmp_path):
+    """With a BOS token for Llama and Gemma, in training, in text, in questions; with nothing for Qwen."""
+    tokenizer = distill.load_teacher()[1]
+    plain = TrainConfig(seq_len=30, batch=3, steps=2, eval_tokens=100)
+    assert begun(plain, tokenizer) == plain
+    tokens, held = evaluation.load_data(tokenizer, plain)
+    bos = tokenizer.bos_token_id
+    start = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    tokenizer.backend_tokenizer.post_processor = start
+    train = begun(plain, tokenizer)
+    typed = dataclasses.replace(plain, begin=(7, 8))
+    assert train.begin == (bos,) and begun(typed, tokenizer) == typed
+    again, with_start = evaluation.load_data(tokenizer, train)
+    assert torch.equal(again, tokens) and with_start.shape == held.shape == (3, 30)
+    assert (with_start[:, 0] == bos).all()
+    assert torch.equal(with_start[:, 1:].flatten(), held.flatten()[: 3 * 29]), "and nothing is left out"
+    for ids, same in zip(distill.batches(tokens, train), distill.batches(tokens, plain), strict=True):
+        assert (ids[:, 0] == bos).all() and torch.equal(ids[:, 1:], same[:, :-1])
+    run = bench(stirred_model(), tokenizer=tokenizer, train=dataclasses.replace(train, seq_len=300))
+    ids, _ = next(benchmarks.retrieval_cases(run, "passkey", 1))
+    assert ids[0] == bos and bos not in ids[1:] and tokenizer("two words")["input_ids"] == (
+        benchmarks.from_the_start(run, "two words"))  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", evaluation.KINDS)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
 from files import UserError, brief
 from huggingface_hub import hf_hub_download
+
+
+def begun(train, tokenizer):
+    """A TrainConfig whose sequences start as the tokenizer starts a text: with a BOS token for Llama and
+    Gemma, which hardly know any other start, with nothing for Qwen."""
+    plain, whole = (tokenizer("a", add_special_tokens=x)["input_ids"] for x in (False, True))
+    start = tuple(whole[: whole.index(plain[0])])
+    return train if train.begin else dataclasses.replace(train, begin=start)
 
 
 def read_texts(source: str) -> list[str]:
