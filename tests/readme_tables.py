@@ -355,7 +355,8 @@ def speed() -> str:
     times = "prefill ms/token | × teacher | decode ms/token | × teacher"
     lines = [f"| model | tokens | row | {times} | bytes × teacher |"]
     lines.append("|---|---|---|---|---|---|---|---|")
-    for model, run in runs("speed_*"):
+    shortest_first = sorted(runs("speed_*"), key=lambda x: min(map(int, x[1]["speed"]["lengths"])))
+    for model, run in shortest_first:
         for length, rows in sorted(run["speed"]["lengths"].items(), key=lambda x: int(x[0])):
             teacher = rows["teacher"]
             for name, row in rows.items():
