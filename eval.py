@@ -216,7 +216,7 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
         logits = model(inputs_embeds=embedded, use_cache=False).logits.flatten(0, 1).float()
         drawn = torch.cat([x.softmax(-1).multinomial(1)[:, 0] for x in logits.detach().split(128)])
         log_p = -F.cross_entropy(logits, drawn, reduction="sum")
-        del logits  # this and the pieces above: 2.5 GB instead of 3.1 for SmolLM2 and 1,024 tokens
+        del logits  # as large as all layers together, for small models
         # Of the sum over tokens: g_t holds what the answer at t does to all later labels as well.
         gradients = iter(torch.autograd.grad(log_p, answers))
     # The exact part alone stands for the layer: there is no trained memory yet; an untrained one is noise.

@@ -6,7 +6,7 @@ What you will learn here (read this module first; it needs torch and nothing els
      tokens that is obviously right, then as matrix products that are fast. Tests compare the two.
   3. `RULES`: hedgehog, gla, kgla, deltanet, gdn, kda. A rule only decides what goes *into* the recurrence.
   4. The analysis of arXiv 2607.07706: softmax subtracts the mean key, subtracting the mean is nearly a
-     rank-1 orthogonal projection, and a product of such projections is what the delta rule applies.
+     rank-1 orthogonal projection (here), the delta rule applies a product of such (tests/analysis.py).
 On a first reading skip `decayed_products` (a numerical detail) and the bodies of the six rules.
 
 Axis letters. A tensor's suffix names its axes and is its einsum string: `k_btgk` is (batch, time, head, key).
@@ -324,14 +324,14 @@ FEATURES: dict[str, Callable] = {  # feature maps phi; all but "l2" see x W + b 
 class UpdateRule(nn.Module):
     """What a rule adds to the frozen model; how it turns (hidden, q, k, v) into the inputs of equation (1).
 
-    A subclass sets three class attributes, and overrides `strengths` if it is none of the usual shapes:
+    A subclass sets four class attributes, and overrides `strengths` if it is none of the usual shapes:
         decay      ""          g = 0
                    "head"      g = logsigmoid(h W_alpha + b_alpha), one number a head
                    "channel"   g = logsigmoid(h W_1 W_2 + b_alpha), one a key channel, through `rank` numbers
         delta      True: erase = write = beta = sigmoid(h W_beta + b_beta).   False: erase nothing, write 1
         normaliser True: the read is divided by the sum of its own weights (a column of ones appended to v)
         sums       True: the read is a sum over tokens, not an estimate of a value; a merge may average
-    All projections start at zero: at step 0 the gates are the biases (paper: b_alpha = 1, b_beta = -1).
+    At step 0 the projections give zero, and the gates are the biases (paper: b_alpha = 1, b_beta = -1).
 
     Feature maps phi for q and k (`features`): "l2" unit length, no parameters (the paper's, after RoPE);
     "silu" L2norm(SiLU(x W + b)) with W = I + noise; "softmax" softmax(x W) (+) softmax(-x W), Hedgehog's.

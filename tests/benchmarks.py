@@ -216,7 +216,9 @@ def measure_lambada(bench: Bench) -> tuple[dict, str]:
 def last_words(bench: Bench, ids: list[list[int]], starts: list[int]) -> dict[str, list[list[float]]]:
     """[is it what greedy decoding says, its log-probability] of every row and passage, one batch; `starts`:
     where the last words start."""
-    rows, pads = {}, [max(map(len, ids)) - len(x) for x in ids]
+    rows, longest = {}, max(map(len, ids))
+    first = min(starts) - 1  # only logits from here on: the last words'
+    pads = [longest - len(x) for x in ids]
     batch, mask = (
         torch.tensor([some(x) + [0] * n for x, n in zip(ids, pads)], device=bench.model.device)
         for some in (list, lambda x: [1] * len(x))
@@ -224,9 +226,10 @@ def last_words(bench: Bench, ids: list[list[int]], starts: list[int]) -> dict[st
     for name in bench.rows:
         row = rows[name] = []
         with bench.row(name) as model:
-            hidden = model.base_model(input_ids=batch, attention_mask=mask, use_cache=False)[0]
-            for x, start, h in zip(ids, starts, hidden):  # logits of the last words alone
-                logits = model.get_output_embeddings()(h[start - 1 : len(x) - 1]).float()
+            some = dict(input_ids=batch, attention_mask=mask, use_cache=False)
+            every = model(**some, logits_to_keep=longest - first).logits
+            for x, start, logits in zip(ids, starts, every):
+                logits = logits[start - 1 - first : len(x) - 1 - first].float()
                 target = torch.tensor(x[start:], device=logits.device)
                 log_p = logits.log_softmax(-1).gather(1, target[:, None]).sum().item()
                 row.append([float((logits.argmax(-1) == target).all()), round(log_p, 4)])

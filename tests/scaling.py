@@ -10,7 +10,7 @@ Bytes a token, a layer, in the terms of the code (L = exact pairs + block, 4 byt
 Peak of training (weights in --dtype; new parameters in float32 with gradient and two moments: 16 bytes each)
     layer       process + weights + 16 new + tokens (forward + 2 branch)        one layer, whatever the depth
     ce, kl      process + weights + 16 new + tokens (layers (forward + branch) + 4 vocabulary)
-`--allocate` needs one backward pass through the teacher: tokens (layers forward + 4 vocabulary).
+    --allocate  process + weights + T (layers forward + 4 vocabulary)          a backward pass of one sequence
 With N devices (torchrun) each has 1/N of the layers' weights, all of embedding and output projection, and 1/N
 of the batch: Qwen2.5-32B, 8 x 4,096 tokens on 8 devices, 62.4 GB / 8 + 3.1 GB + 0.9 GB + 4.6 GB = 16.8 GB.
 Qwen2.5-32B on one device, 1 x 4,096 tokens: 32.76 billion weights x 2 bytes = 65.5 GB, 56 million new
@@ -20,6 +20,7 @@ parameters x 16 bytes = 0.9 GB, and for the layer loss 4,096 tokens x 1.13 MB = 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -65,6 +66,7 @@ def estimate(name: str, config, train, gpus: int = 1) -> dict[str, float]:
     return dict(
         parameters=frozen, new=new, weights=frozen * dtype.itemsize, state=size["linear"],
         layer=fixed + tokens * (forward + 2 * branch), end_to_end=fixed + tokens * deep,
+        allocate=PROCESS + weights + train.seq_len * (len(modules) * forward + 4 * 4 * text.vocab_size),
         crossover=size["linear"] / (size["teacher"] / 10**6),
     )  # fmt: skip
 
@@ -84,14 +86,19 @@ def plan(args: argparse.Namespace) -> None:
         count, each = (int(x) for x in args.gpus.lower().split("x"))
     except ValueError:
         raise UserError(f"--gpus wants NUMBERxGIGABYTES, as 1x80, got {args.gpus!r}") from None
+    if train.dtype == "auto":  # as on a GPU
+        train = dataclasses.replace(train, dtype="bfloat16")
     x = estimate(train.model, config, train, count)
     GB, name = 1e9, train.model or "embedded"
     print(f"model       {name}: {x['parameters']:,} parameters, {x['weights'] / GB:.2f} GB")
     print(f"new         {x['new']:,} parameters ({x['new'] / x['parameters']:.2%}), trained in float32")
-    for name, key in (("layer", "layer"), ("ce, kl", "end_to_end")):
+    stages = {"--allocate": "allocate", "--loss layer": "layer", "--loss ce, kl": "end_to_end"}
+    for name, key in stages.items():
         fits = "fits" if x[key] < each * GB else "does not fit"
-        per = f"{x[key] / GB:.2f} GB a device at {train.batch} x {train.seq_len} tokens"
-        print(f"--loss {name:7s} {per}: {fits} {count} x {each} GB (estimate)")
+        size = f"{count if key == 'allocate' else train.batch} x {train.seq_len} tokens, {train.dtype}"
+        print(f"{name:14s} {x[key] / GB:.2f} GB a device at {size}: {fits} {count} x {each} GB (estimate)")
+    if x["allocate"] >= each * GB:
+        print("               --allocate 0, or the shares first: --seq-len 512 --steps 1, then --adapter")
     less = f"less than the teacher's cache beyond {x['crossover']:,.0f} tokens"
     print(f"generation  a state of {x['state'] / 1e6:.1f} MB a sequence, {less}")
 

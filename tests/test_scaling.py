@@ -37,7 +37,7 @@ def test_layer_training_does_not_grow_with_depth_and_devices_share_the_weights(t
     assert rest[0][0] == rest[1][0] and rest[0][1] < rest[1][1]
 
 
-def test_the_arithmetic_of_the_docstring_is_that_of_the_plan_for_32b(tmp_path):
+def test_the_arithmetic_of_the_docstring_is_that_of_the_plan_for_32b(tmp_path, capsys):
     """Its numbers, from the published shape of Qwen2.5-32B."""
     shape = dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, vocab_size=152064)
     heads = dict(num_attention_heads=40, num_key_value_heads=8, tie_word_embeddings=False)
@@ -55,12 +55,19 @@ def test_the_arithmetic_of_the_docstring_is_that_of_the_plan_for_32b(tmp_path):
     assert round(eight["layer"] / 1e9, 1) == 16.8
     activations = x["layer"] - x["weights"] - 16 * x["new"] - scaling.PROCESS
     assert round(activations / 4096 / 1e6, 2) == 1.13 and round(activations / 1e9, 1) == 4.6
+    args = ["plan", "--model", str(tmp_path), "--batch", "1", "--seq-len"]
+    assert evaluation.distill_main([*args, "4096"]) == 0
+    out = capsys.readouterr().out
+    assert "--allocate     135.45 GB" in out and "the shares first" in out and "71.41 GB a device" in out
+    assert evaluation.distill_main([*args, "512"]) == 0
+    out = capsys.readouterr().out
+    assert "--allocate     74.59 GB" in out and "the shares first" not in out
 
 
 def test_the_plan_is_printed_offline_and_bad_input_is_one_clear_line(tmp_path, capsys):
     assert evaluation.distill_main(["plan", "--gpus", "2x24"]) == 0
     out = capsys.readouterr().out
-    assert "870,016 parameters" in out and "fits 2 x 24 GB (estimate)" in out
+    assert "870,016 parameters" in out and out.count("fits 2 x 24 GB (estimate)") == 3
     for wrong, message in ((["--gpus", "80"], "--gpus wants NUMBERxGIGABYTES"),
                            (["--model", str(tmp_path / "none")], "cannot read the config of")):  # fmt: skip
         assert evaluation.distill_main(["plan", *wrong]) == 2
