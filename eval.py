@@ -43,11 +43,12 @@ from linear_attn import register
 # tests/, where command lines live, is on the path since distill was imported
 from explain import explain
 from files import Progress, peak_memory
+from hooks import recomputed
 from lora import add_lora
 from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
 from processes import spread, torchrun
 from report import mean_and_error, paired, report, text_table  # noqa: F401
-from texts import begun, read_texts
+from texts import begun, read_texts, tokenized
 
 # A task is a function of a Bench that returns (raw figures, a table of them). Add one with
 # @register(TASKS, "name"); most live in tests/benchmarks.py.
@@ -98,13 +99,12 @@ def load_data(tokenizer, train: TrainConfig) -> tuple[Tensor, Tensor]:
     if not held:
         cuts = [len(text) * 9 // 10 for text in texts]
         texts, held = [t[:c] for t, c in zip(texts, cuts)], [t[c:] for t, c in zip(texts, cuts)]
-    # No special tokens within; but every sequence starts as the tokenizer would start it (`begun`).
-    encode = functools.partial(tokenizer, add_special_tokens=False, verbose=False, return_tensors="pt")
-    tokens, held_out = (encode("\n\n".join(part))["input_ids"][0] for part in (texts, held))
+    tokens, held_out = (tokenized(tokenizer, "\n\n".join(part)) for part in (texts, held))
     if min(len(tokens), len(held_out)) < train.seq_len:
         have = f"{len(tokens)} training and {len(held_out)} held-out tokens"
         raise UserError(f"too little text: {have} for --seq-len {train.seq_len}")
     count, head = min(len(held_out), train.eval_tokens) // train.seq_len, tokens.new_tensor(train.begin)
+    # No special tokens within; but every sequence starts as the tokenizer would start it (`begun`).
     parts = held_out.split(train.seq_len - len(head))[: max(1, count)]
     return tokens, torch.stack([torch.cat([head, part]) for part in parts])
 
@@ -208,17 +208,17 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
     budgets: what to try in every layer. HAZARD: the labels have to be drawn from the teacher. With the text's
     own next tokens g would be the gradient of its surprise, which is large where the teacher is wrong.
     """
-    answers: list[Tensor] = []
+    answers: dict[torch.nn.Module, Tensor] = {}
     embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
     # Nothing of the teacher requires a gradient, so its input has to, for autograd to reach the answers.
-    keep = lambda module, teacher, student: answers.append(teacher)  # noqa: E731
-    with torch.enable_grad(), model.controller.switch("probe", keep):
+    keep = lambda module, teacher, student: answers.setdefault(module, teacher)  # noqa: E731
+    with torch.enable_grad(), recomputed(model), model.controller.switch("probe", keep):
         logits = model(inputs_embeds=embedded, use_cache=False).logits.flatten(0, 1).float()
         drawn = torch.cat([x.softmax(-1).multinomial(1)[:, 0] for x in logits.detach().split(128)])
         log_p = -F.cross_entropy(logits, drawn, reduction="sum")
         del logits  # as large as all layers together, for small models
         # Of the sum over tokens: g_t holds what the answer at t does to all later labels as well.
-        gradients = iter(torch.autograd.grad(log_p, answers))
+        gradients = iter(torch.autograd.grad(log_p, list(answers.values())))
     # The exact part alone stands for the layer: there is no trained memory yet; an untrained one is noise.
     blind, cost = without_memory(model.linearize_config), []
 

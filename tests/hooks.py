@@ -5,6 +5,8 @@ No part of the lesson: distill.attention_forward is, which calls `by_rows`. Impo
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn.functional as F
 import transformers as hf
@@ -12,6 +14,23 @@ from torch import Tensor
 
 from interventions import State
 from linear_attn import attend_tokens
+
+
+@contextlib.contextmanager
+def recomputed(model):
+    """Inside, a layer forgets what it computed and computes it again when a gradient comes (gradient
+    checkpointing): memory of one layer, not of all. transformers does so in training mode alone; a frozen
+    model is the same in it unless it has dropout."""
+    if not model.supports_gradient_checkpointing:
+        yield
+        return
+    model.activation_checkpointing_enable()
+    model.train()
+    try:
+        yield
+    finally:
+        model.eval()
+        model.activation_checkpointing_disable()
 
 
 def padding_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, **_):

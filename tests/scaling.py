@@ -10,7 +10,7 @@ Bytes a token, a layer, in the terms of the code (L = exact pairs + block, 4 byt
 Peak of training (weights in --dtype; new parameters in float32 with gradient and two moments: 16 bytes each)
     layer       process + weights + 16 new + tokens (forward + 2 branch)        one layer, whatever the depth
     ce, kl      process + weights + 16 new + tokens (layers (forward + branch) + 4 vocabulary)
-    --allocate  process + weights + T (layers forward + 4 vocabulary)          a backward pass of one sequence
+    --allocate  process + weights + T (layers (D + 2 H K) + 2 forward + 4 vocabulary)     of one sequence
 With N devices (torchrun) each has 1/N of the layers' weights, all of embedding and output projection, and 1/N
 of the batch: Qwen2.5-32B, 8 x 4,096 tokens on 8 devices, 62.4 GB / 8 + 3.1 GB + 0.9 GB + 4.6 GB = 16.8 GB.
 Qwen2.5-32B on one device, 1 x 4,096 tokens: 32.76 billion weights x 2 bytes = 65.5 GB, 56 million new
@@ -62,11 +62,12 @@ def estimate(name: str, config, train, gpus: int = 1) -> dict[str, float]:
     weights = ((frozen - whole) / gpus + whole) * dtype.itemsize
     tokens, fixed = -(-train.batch // gpus) * train.seq_len, PROCESS + weights + 16 * new
     deep = len(modules) * (forward + branch) + 4 * 4 * text.vocab_size
+    per_layer = len(modules) * (D + 2 * H * K) * dtype.itemsize  # input, answer and its gradient
     size = state_bytes(model, 10**6, ("teacher", "linear"))
     return dict(
         parameters=frozen, new=new, weights=frozen * dtype.itemsize, state=size["linear"],
         layer=fixed + tokens * (forward + 2 * branch), end_to_end=fixed + tokens * deep,
-        allocate=PROCESS + weights + train.seq_len * (len(modules) * forward + 4 * 4 * text.vocab_size),
+        allocate=PROCESS + weights + train.seq_len * (per_layer + 2 * forward + 4 * 4 * text.vocab_size),
         crossover=size["linear"] / (size["teacher"] / 10**6),
     )  # fmt: skip
 
@@ -98,7 +99,7 @@ def plan(args: argparse.Namespace) -> None:
         size = f"{count if key == 'allocate' else train.batch} x {train.seq_len} tokens, {train.dtype}"
         print(f"{name:14s} {x[key] / GB:.2f} GB a device at {size}: {fits} {count} x {each} GB (estimate)")
     if x["allocate"] >= each * GB:
-        print("               --allocate 0, or the shares first: --seq-len 512 --steps 1, then --adapter")
+        print("               --allocate 0, or the shares first: --seq-len 1024 --steps 1, then --adapter")
     less = f"less than the teacher's cache beyond {x['crossover']:,.0f} tokens"
     print(f"generation  a state of {x['state'] / 1e6:.1f} MB a sequence, {less}")
 

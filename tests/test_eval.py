@@ -1,6 +1,7 @@
 """eval.py: every figure is the one that its definition gives, and the commands write what they print."""
 
 import ast
+import contextlib
 import csv
 import dataclasses
 import itertools
@@ -474,6 +475,30 @@ def test_between_35_and_50_percent_of_each_module_are_comment_and_no_function_is
 
 
 LAYERS = st.lists(st.lists(st.floats(0, 1), min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+def test_what_pairs_are_worth_is_measured_in_the_memory_of_one_layer_and_equal_to_that_of_all(monkeypatch):
+    """Gradient checkpointing: a layer more costs its inputs, not all that it computes; no figure changes."""
+
+    def cost_and_bytes(layers):
+        model, kept = linearize(tiny_model(layers=layers), SMALL), 0
+
+        def pack(x):
+            nonlocal kept
+            kept += x.nbytes
+            return x
+
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            cost = evaluation.measure_budgets(model, SEQUENCES[:1], (0, 4))
+        assert not any(m.training for name, m in model.named_modules() if ".linear" not in name)
+        return cost, kept
+
+    (_, two), (lean, six) = cost_and_bytes(2), cost_and_bytes(6)
+    monkeypatch.setattr(evaluation, "recomputed", lambda model: contextlib.nullcontext())
+    (_, all_of_two), (full, all_of_six) = cost_and_bytes(2), cost_and_bytes(6)
+    assert torch.equal(lean, full)
+    assert six - two < 0.25 * (all_of_six - all_of_two)
 
 
 @given(LAYERS, st.integers(0, 12))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import json
 from pathlib import Path
@@ -9,6 +11,7 @@ from pydoc_data.topics import topics
 
 from files import UserError, brief
 from huggingface_hub import hf_hub_download
+from torch import Tensor
 
 
 def begun(train, tokenizer):
@@ -17,6 +20,15 @@ def begun(train, tokenizer):
     plain, whole = (tokenizer("a", add_special_tokens=x)["input_ids"] for x in (False, True))
     start = tuple(whole[: whole.index(plain[0])])
     return train if train.begin else dataclasses.replace(train, begin=start)
+
+
+def tokenized(tokenizer, text: str) -> Tensor:
+    """Its tokens (N,), no special ones. HAZARD: the C library keeps what tokenizing took, 230 MB for 2 MB of
+    text, for later, and big tensors have no use for it: it is asked to give that back."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"][0]
+    with contextlib.suppress(OSError, AttributeError):  # glibc alone has it
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return ids
 
 
 def read_texts(source: str) -> list[str]:
