@@ -144,11 +144,11 @@ def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto", devi
 def batches(tokens: Tensor, train: TrainConfig, first_step: int = 0) -> Iterator[Tensor]:
     """Random crops (batch, seq_len). Each step has a seed of its own: a resumed run sees the same ones, and
     every process of torchrun draws the whole batch and takes its part."""
+    head = tokens.new_tensor(train.begin)  # a BOS token for Llama, for Qwen nothing
     for step in range(first_step, train.steps):
         g = torch.Generator().manual_seed(train.seed * 1_000_003 + step)
         # Anywhere in the text: not only at multiples of seq_len, and documents may be cut.
         starts = torch.randint(0, len(tokens) - train.seq_len + 1, (train.batch,), generator=g)
-        head = tokens.new_tensor(train.begin)  # a BOS token for Llama, for Qwen nothing
         yield torch.stack([torch.cat([head, tokens[i : i + train.seq_len - len(head)]]) for i in starts])
 
 # ----------------------------------------------------------------------------- 2. the swap

@@ -25,6 +25,7 @@ from analysis import key_concentration, projection_residual
 from files import peak_memory
 from huggingface_hub import hf_hub_download
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 import distill
@@ -174,18 +175,28 @@ def mmlu_subject(bench: Bench, subject: str, dev: list, test: list) -> dict[str,
     return rows
 
 
+def mmlu_answers(result: dict) -> dict[str, dict[str, list]]:
+    """Of every row, question by question: is it right, is it the teacher's letter, KL over the letters."""
+    letters = {name: torch.tensor(row).log_softmax(-1) for name, row in result["letters"].items()}
+    teacher, right, made = letters["teacher"], torch.tensor(result["right"]), {}
+    for name, own in letters.items():
+        said = own.argmax(-1)
+        made[name] = dict(
+            hit=(said == right).double().tolist(),
+            same=(said == teacher.argmax(-1)).tolist(),
+            kl=(teacher.exp() * (teacher - own)).sum(-1).tolist(),
+        )
+    return made
+
+
 def mmlu_table(result: dict) -> str:
-    right = torch.tensor(result["right"])
-    teacher = torch.tensor(result["letters"]["teacher"]).log_softmax(-1)
+    right, rows = result["right"], mmlu_answers(result)
     lines = ["MMLU         accuracy      - teacher ± s.e.   log p(right)   same letter   KL of letters"]
-    for name, row in result["letters"].items():
-        log_p = torch.tensor(row)
-        hit, own = (log_p.argmax(-1) == right).double(), log_p.log_softmax(-1)
-        gain, error = mean_and_error((hit - (teacher.argmax(-1) == right).double()).tolist())
-        same = (log_p.argmax(-1) == teacher.argmax(-1)).double().mean()
-        kl, kl_se = mean_and_error((teacher.exp() * (teacher - own)).sum(-1).tolist())
-        figures = f"{hit.mean():8.3f}   {gain:+.3f} ± {error:.3f}"
-        mass = log_p[range(len(right)), right].mean()
+    for name, row in rows.items():
+        gain, error = mean_and_error([x - y for x, y in zip(row["hit"], rows["teacher"]["hit"])])
+        (hit, _), (same, _), (kl, kl_se) = (mean_and_error(row[key]) for key in ("hit", "same", "kl"))
+        figures = f"{hit:8.3f}   {gain:+.3f} ± {error:.3f}"
+        mass = torch.tensor(result["letters"][name])[range(len(right)), right].mean()
         lines.append(f"{name:10s}{figures:>31s}{mass:15.3f}{same:14.3f}    {kl:.4f} ± {kl_se:.4f}")
     return "\n".join(lines) + f"\n{len(right)} questions of {len(result['subjects'])} subjects, 5 shots"
 
@@ -216,13 +227,10 @@ def measure_lambada(bench: Bench) -> tuple[dict, str]:
 def last_words(bench: Bench, ids: list[list[int]], starts: list[int]) -> dict[str, list[list[float]]]:
     """[is it what greedy decoding says, its log-probability] of every row and passage, one batch; `starts`:
     where the last words start."""
-    rows, longest = {}, max(map(len, ids))
+    rows, longest, device = {}, max(map(len, ids)), bench.model.device
     first = min(starts) - 1  # only logits from here on: the last words'
-    pads = [longest - len(x) for x in ids]
-    batch, mask = (
-        torch.tensor([some(x) + [0] * n for x, n in zip(ids, pads)], device=bench.model.device)
-        for some in (list, lambda x: [1] * len(x))
-    )
+    batch = pad_sequence([torch.tensor(x) for x in ids], batch_first=True).to(device)
+    mask = pad_sequence([torch.ones(len(x), dtype=torch.long) for x in ids], batch_first=True).to(device)
     for name in bench.rows:
         row = rows[name] = []
         with bench.row(name) as model:

@@ -78,7 +78,8 @@ class Progress:
             return work()
         if item not in self.done:
             self.done[item] = work()
-            write_atomically(self.path, lambda p: p.write_text(json.dumps(vars(self), default=str)))
+            text = json.dumps(dict(whose=self.whose, done=self.done))
+            write_atomically(self.path, lambda p: p.write_text(text))
         return self.done[item]
 
     def finish(self) -> None:

@@ -88,8 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     model, tokenizer = distill.load_teacher(args.model)
     distill.load_linearized(model, args.adapter)
-    text = eval.read_texts("")[0]
-    prompt = tokenizer(text, add_special_tokens=False, verbose=False, return_tensors="pt")["input_ids"]
+    prompt = eval.tokenized(tokenizer, eval.read_texts("")[0])[None]
     result = dict(command="python tests/generation_check.py " + " ".join(sys.argv[1:]))
     result |= dict(date=time.strftime("%Y-%m-%d"), machine=f"{os.cpu_count()} cores, {platform.machine()}")
     result |= dict(model=args.model or "embedded", every=args.every, threads=torch.get_num_threads())

@@ -14,7 +14,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
+from benchmarks import mmlu_answers
 from figure import figure
 
 import distill
@@ -212,7 +212,7 @@ def questions() -> str:
         for name, row in rows.items():
             pairs = "all" if name == "teacher" else config_of(run, name).exact_pairs
             count, hits = len(row["hit"]), row["hit"]
-            gain, error = evaluation.mean_and_error([x - y for x, y in zip(hits, row["teacher"])])
+            gain, error = evaluation.mean_and_error([x - y for x, y in zip(hits, rows["teacher"]["hit"])])
             kl, kl_error = evaluation.mean_and_error(row["kl"] or [math.nan])
             kl = "–" if math.isnan(kl) else f"{kl:.3f} ± {kl_error:.3f}"
             shown = f"{sum(hits) / count:.1%} | {gain:+.1%} ± {error:.1%} | {sum(row['same']) / count:.1%}"
@@ -221,22 +221,12 @@ def questions() -> str:
 
 
 def answers(task: str, result: dict) -> dict[str, dict]:
-    """Item by item, of every row: right or wrong, as the teacher is, whether that is the same, and KL."""
+    """Item by item, of every row: right or wrong, whether as the teacher, and KL (none of LAMBADA)."""
     if task == "lambada":
         hits = {name: row["hit"] for name, row in result["rows"].items()}
         same = {n: [x == y for x, y in zip(h, hits["teacher"])] for n, h in hits.items()}
-        return {n: dict(hit=h, teacher=hits["teacher"], same=same[n], kl=[]) for n, h in hits.items()}
-    made, letters = {}, {n: torch.tensor(x).log_softmax(-1) for n, x in result["letters"].items()}
-    teacher, right = letters["teacher"], torch.tensor(result["right"])
-    for name, own in letters.items():
-        said, meant = own.argmax(-1), teacher.argmax(-1)
-        made[name] = dict(
-            hit=(said == right).double().tolist(),
-            teacher=(meant == right).double().tolist(),
-            same=(said == meant).tolist(),
-            kl=(teacher.exp() * (teacher - own)).sum(-1).tolist(),
-        )
-    return made
+        return {n: dict(hit=h, same=same[n], kl=[]) for n, h in hits.items()}
+    return mmlu_answers(result)
 
 
 def ablation() -> str:

@@ -62,12 +62,12 @@ def estimate(name: str, config, train, gpus: int = 1) -> dict[str, float]:
     weights = ((frozen - whole) / gpus + whole) * dtype.itemsize
     tokens, fixed = -(-train.batch // gpus) * train.seq_len, PROCESS + weights + 16 * new
     deep = len(modules) * (forward + branch) + 4 * 4 * text.vocab_size
-    per_layer = len(modules) * (D + 2 * H * K) * dtype.itemsize  # input, answer and its gradient
+    kept = len(modules) * (D + 2 * H * K) * dtype.itemsize  # every layer's input, answer and its gradient
     size = state_bytes(model, 10**6, ("teacher", "linear"))
     return dict(
         parameters=frozen, new=new, weights=frozen * dtype.itemsize, state=size["linear"],
         layer=fixed + tokens * (forward + 2 * branch), end_to_end=fixed + tokens * deep,
-        allocate=PROCESS + weights + train.seq_len * (per_layer + 2 * forward + 4 * 4 * text.vocab_size),
+        allocate=PROCESS + weights + train.seq_len * (kept + 2 * forward + 4 * 4 * text.vocab_size),
         crossover=size["linear"] / (size["teacher"] / 10**6),
     )  # fmt: skip
 
