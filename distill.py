@@ -50,7 +50,7 @@ import transformers as hf  # noqa: E402
 
 hf.utils.is_kernels_available()
 sys.modules["kernels"] = _ours
-from hooks import MemoryCacheLayer, by_rows, full_attention, padding_mask, prepare_inputs  # noqa: E402, F401
+from hooks import by_rows, full_attention, padding_mask, prepare_inputs, recomputed  # noqa: E402
 from lora import switch_lora  # noqa: E402
 
 # The tiny teacher in tests/teacher/: 0.9 M parameters, made by tests/make_teacher.py, so that everything here
@@ -77,6 +77,7 @@ class TrainConfig:
     beta2: float = option(0.99, "Adam's second beta", low=0.0, high=0.9999)
     warmup: int = option(10, "warm-up steps, at most a tenth of all", low=0)
     floor: float = option(0.05, "end of the cosine as a part of the peak", low=0.0, high=1.0)
+    recompute: int = option(0, "1: ce and kl keep one layer's activations, for a third more time", (0, 1))
     lora: int = option(0, "rank of LoRA on q, k, v, o beside the new parameters (peft); 0: frozen", low=0)
     clip: float = option(1.0, "gradient norm limit", low=0.0)
     seed: int = option(0, "seed of initialisation and data order", low=0)
@@ -91,8 +92,8 @@ class TrainConfig:
 
     def __post_init__(self):
         validate(self)
-        if self.lora and self.loss == "layer":  # a probe hands every layer the teacher's own q, k and v
-            raise ValueError("lora changes q, k, v, which the layer loss takes as given: use --loss ce or kl")
+        if (self.lora or self.recompute) and self.loss == "layer":  # it takes q, k, v as given, and goes back
+            raise ValueError("lora and recompute want --loss ce or kl")  # through one layer at a time anyway
 
 
 # Where options start. "best" is what measured best here (README); "paper" is what the paper says it did.
@@ -485,7 +486,8 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
                 group["lr"] = lr = learning_rate(step, train)
             optimizer.zero_grad()
             try:
-                loss = LOSSES[train.loss](model, ids[rank::processes].to(params[0].device))
+                with recomputed(model, train.recompute):
+                    loss = LOSSES[train.loss](model, ids[rank::processes].to(params[0].device))
                 loss = mean_over_processes(loss, params)
                 # Clipped after averaging: all processes clip alike.
                 norms = [nn.utils.clip_grad_norm_(group, train.clip) for group in clip_groups]

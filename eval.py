@@ -43,7 +43,6 @@ from linear_attn import register
 # tests/, where command lines live, is on the path since distill was imported
 from explain import explain
 from files import Progress, peak_memory
-from hooks import recomputed
 from lora import add_lora
 from options import check_writable, command_line, configs_from, distill_options, eval_options, load_adapter
 from processes import spread, torchrun
@@ -212,7 +211,7 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
     embedded = model.get_input_embeddings()(ids.to(model.device)).requires_grad_()
     # Nothing of the teacher requires a gradient, so its input has to, for autograd to reach the answers.
     keep = lambda module, teacher, student: answers.setdefault(module, teacher)  # noqa: E731
-    with torch.enable_grad(), recomputed(model), model.controller.switch("probe", keep):
+    with torch.enable_grad(), distill.recomputed(model), model.controller.switch("probe", keep):
         logits = model(inputs_embeds=embedded, use_cache=False).logits.flatten(0, 1).float()
         drawn = torch.cat([x.softmax(-1).multinomial(1)[:, 0] for x in logits.detach().split(128)])
         log_p = -F.cross_entropy(logits, drawn, reduction="sum")
@@ -324,8 +323,7 @@ def train(args: argparse.Namespace) -> None:
         if train.keep:
             from hybrid import keep_softmax  # it imports this module
             keep_softmax(model, tokens, train)
-        if train.lora:
-            add_lora(model, train.lora)
+        add_lora(model, train.lora)  # nothing happens without it
     if train.seq_len <= (pairs := model.linearize_config.exact_pairs):
         raise UserError(f"--seq-len {train.seq_len} must exceed sinks + window + budget = {pairs}")
     spread(model)  # over the processes of torchrun; nothing happens without it

@@ -73,8 +73,7 @@ def load_linearized(model: PreTrainedModel | str, folder: Path | str) -> PreTrai
     if len(now) == len(then) and (then - now).nan_to_num(0.0).norm() > 0.01 * then.nan_to_num(0.0).norm():
         raise UserError(f"{was}; the weights of {model.config._name_or_path or 'this model'} are others")
     distill.linearize(model, config, about["layers"])
-    if about.get("lora"):
-        add_lora(model, about["lora"])
+    add_lora(model, about.get("lora", 0))
     set_parameters(model, tensors, folder)
     model.trained = about["train"]
     return model
@@ -92,7 +91,7 @@ def set_parameters(model: PreTrainedModel, tensors: dict[str, Tensor], folder: P
 def settings_of(model: PreTrainedModel, train: distill.TrainConfig) -> dict:
     """What must be equal for a run to go on, as JSON has it."""
     settings = dataclasses.asdict(train) | dataclasses.asdict(model.linearize_config)
-    settings = {k: v for k, v in settings.items() if k not in ("eval_tokens", "save_every")}
+    settings = {k: v for k, v in settings.items() if k not in ("eval_tokens", "save_every", "recompute")}
     return json.loads(json.dumps(settings))
 
 

@@ -1,5 +1,6 @@
 """Settings shared by all tests, and tiny random models."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -100,6 +101,19 @@ def tiny_model(kind: str = "qwen2", layers: int = 2, vocab: int = 50, **kw):
     config = getattr(transformers, name + "Config")(**(sizes | FAMILIES[name] | kw))
     torch.manual_seed(0)
     return getattr(transformers, name.replace("Text", "") + "ForCausalLM")(config).eval()
+
+
+@contextlib.contextmanager
+def saved_for_backward():
+    """A list, to whose only number every tensor that autograd keeps inside adds its bytes."""
+    kept = [0]
+
+    def pack(x):
+        kept[0] += x.nbytes
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield kept
 
 
 @pytest.fixture(scope="session", autouse=True)

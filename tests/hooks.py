@@ -17,11 +17,11 @@ from linear_attn import attend_tokens
 
 
 @contextlib.contextmanager
-def recomputed(model):
+def recomputed(model, wanted: int = 1):
     """Inside, a layer forgets what it computed and computes it again when a gradient comes (gradient
     checkpointing): memory of one layer, not of all. transformers does so in training mode alone; a frozen
     model is the same in it unless it has dropout."""
-    if not model.supports_gradient_checkpointing:
+    if not wanted or not model.supports_gradient_checkpointing:
         yield
         return
     model.activation_checkpointing_enable()

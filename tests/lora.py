@@ -11,7 +11,9 @@ from files import UserError
 
 
 def add_lora(model, rank: int) -> None:
-    """Rank-`rank` adapters with alpha = 2 rank (the paper: 8 and 16) on every attention projection."""
+    """Adapters of this rank, 0: none, with alpha = 2 rank (paper: 8, 16) on every attention projection."""
+    if not rank:
+        return
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:

@@ -10,6 +10,7 @@ Bytes a token, a layer, in the terms of the code (L = exact pairs + block, 4 byt
 Peak of training (weights in --dtype; new parameters in float32 with gradient and two moments: 16 bytes each)
     layer       process + weights + 16 new + tokens (forward + 2 branch)        one layer, whatever the depth
     ce, kl      process + weights + 16 new + tokens (layers (forward + branch) + 4 vocabulary)
+    --recompute process + weights + 16 new + tokens (layers D + forward + 2 branch + 4 vocabulary)
     --allocate  process + weights + T (layers (D + 2 H K) + 2 forward + 4 vocabulary)     of one sequence
 With N devices (torchrun) each has 1/N of the layers' weights, all of embedding and output projection, and 1/N
 of the batch: Qwen2.5-32B, 8 x 4,096 tokens on 8 devices, 62.4 GB / 8 + 3.1 GB + 0.9 GB + 4.6 GB = 16.8 GB.
@@ -61,13 +62,15 @@ def estimate(name: str, config, train, gpus: int = 1) -> dict[str, float]:
     whole = sum(weight.numel() for weight in ends)
     weights = ((frozen - whole) / gpus + whole) * dtype.itemsize
     tokens, fixed = -(-train.batch // gpus) * train.seq_len, PROCESS + weights + 16 * new
-    deep = len(modules) * (forward + branch) + 4 * 4 * text.vocab_size
+    logits, one_layer = 4 * 4 * text.vocab_size, forward + 2 * branch
+    deep = len(modules) * (forward + branch) + logits
+    again = len(modules) * D * dtype.itemsize + one_layer + logits
     kept = len(modules) * (D + 2 * H * K) * dtype.itemsize  # every layer's input, answer and its gradient
     size = state_bytes(model, 10**6, ("teacher", "linear"))
     return dict(
         parameters=frozen, new=new, weights=frozen * dtype.itemsize, state=size["linear"],
-        layer=fixed + tokens * (forward + 2 * branch), end_to_end=fixed + tokens * deep,
-        allocate=PROCESS + weights + train.seq_len * (kept + 2 * forward + 4 * 4 * text.vocab_size),
+        layer=fixed + tokens * one_layer, end_to_end=fixed + tokens * deep, recompute=fixed + tokens * again,
+        allocate=PROCESS + weights + train.seq_len * (kept + 2 * forward + logits),
         crossover=size["linear"] / (size["teacher"] / 10**6),
     )  # fmt: skip
 
@@ -94,7 +97,7 @@ def plan(args: argparse.Namespace) -> None:
     print(f"model       {name}: {x['parameters']:,} parameters, {x['weights'] / GB:.2f} GB")
     print(f"new         {x['new']:,} parameters ({x['new'] / x['parameters']:.2%}), trained in float32")
     stages = {"--allocate": "allocate", "--loss layer": "layer", "--loss ce, kl": "end_to_end"}
-    for name, key in stages.items():
+    for name, key in {**stages, "--recompute 1": "recompute"}.items():
         fits = "fits" if x[key] < each * GB else "does not fit"
         size = f"{count if key == 'allocate' else train.batch} x {train.seq_len} tokens, {train.dtype}"
         print(f"{name:14s} {x[key] / GB:.2f} GB a device at {size}: {fits} {count} x {each} GB (estimate)")
@@ -115,9 +118,10 @@ def measure(args: argparse.Namespace) -> None:
     ids = torch.randint(0, 1000, (train.batch, train.seq_len), generator=torch.Generator().manual_seed(0))
     peak_memory(model.device, reset=True)
     start = time.time()
-    distill.LOSSES[train.loss](model, ids)
+    with distill.recomputed(model, train.recompute):
+        distill.LOSSES[train.loss](model, ids)
     optimizer.step()
-    planned = x["layer" if train.loss == "layer" else "end_to_end"]
+    planned = x["layer" if train.loss == "layer" else "recompute" if train.recompute else "end_to_end"]
     result = dict(
         planned=planned,
         measured=peak_memory(model.device),
@@ -128,7 +132,7 @@ def measure(args: argparse.Namespace) -> None:
         command="python tests/scaling.py " + " ".join(sys.argv[1:]), date=time.strftime("%Y-%m-%d")
     )
     result |= dict(machine=f"{os.cpu_count()} cores, {platform.machine()}", loss=train.loss)
-    result |= dict(batch=train.batch, seq_len=train.seq_len)
+    result |= dict(batch=train.batch, seq_len=train.seq_len, recompute=train.recompute)
     print(json.dumps(result))
     distill.write_atomically(Path(args.json), lambda p: p.write_text(json.dumps(result) + "\n"))
 

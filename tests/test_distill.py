@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import saved_for_backward, tiny_model
 from files import brief
 from options import configs_from, parser_for
 
@@ -309,6 +309,23 @@ def test_gradient_checkpointing_changes_no_gradient():
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_recompute_keeps_the_activations_of_one_layer_and_ends_with_the_same_parameters(loss, tmp_path):
+    def trained(layers, recompute):
+        model = stir(linearize(tiny_model(layers=layers), SMALL))
+        with saved_for_backward() as kept:
+            train_adapters(model, TOKENS, train_config(loss=loss, steps=2, recompute=recompute), tmp_path)
+        assert not any(m.training for name, m in model.named_modules() if ".linear" not in name)
+        return new_parameters(model), kept[0]
+
+    # What two layers more cost: their inputs, against all that they compute.
+    (_, two), (lean, four) = trained(2, 1), trained(4, 1)
+    (_, all_of_two), (full, all_of_four) = trained(2, 0), trained(4, 0)
+    assert four - two < 0.25 * (all_of_four - all_of_two)
+    for name, p in full.items():
+        assert torch.equal(p, lean[name]), name
+
+
 def test_a_resumed_run_ends_exactly_where_an_unbroken_one_does(tmp_path):
     config = train_config()
     whole = linearize(tiny_model(), SMALL)
@@ -506,17 +523,16 @@ def test_bad_input_gets_one_clear_line_and_status_2(args, message, tmp_path, cap
     assert not any("Traceback" in x for x in errors)
 
 
-# ----------------------------------------------------------------------------- LoRA, the comparator
+# ----------------------------------------------------------------------------- options of end-to-end losses
 
 
-NEEDS = ([], "lora changes q, k, v"), (["--loss", "kl"], "--lora needs peft: pip install peft")
+NEEDS = (("--lora 8", "want --loss ce or kl"), ("--recompute 1", "want --loss ce or kl"),
+         ("--lora 8 --loss kl", "--lora needs peft: pip install peft"))  # fmt: skip
 
 
-@pytest.mark.parametrize("more, message", NEEDS)
-def test_lora_wants_an_end_to_end_loss_and_peft_and_says_so_in_one_line(
-    more, message, monkeypatch, tmp_path, capsys
-):
+@pytest.mark.parametrize("options, message", NEEDS)
+def test_what_an_option_needs_is_said_in_one_line(options, message, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "peft", None)  # as where it is not installed
-    assert evaluation.distill_main(["--lora", "8", *more, "--out", str(tmp_path)]) == 2
+    assert evaluation.distill_main([*options.split(), "--out", str(tmp_path)]) == 2
     err = capsys.readouterr().err.splitlines()
     assert err[-1].startswith("error: ") and message in err[-1]

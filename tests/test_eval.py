@@ -17,7 +17,7 @@ import hybrid  # noqa: F401  (its task is on the list of them)
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_model
+from conftest import saved_for_backward, tiny_model
 from files import Progress, read_checked
 from hypothesis import given
 from hypothesis import strategies as st
@@ -481,21 +481,15 @@ def test_what_pairs_are_worth_is_measured_in_the_memory_of_one_layer_and_equal_t
     """Gradient checkpointing: a layer more costs its inputs, not all that it computes; no figure changes."""
 
     def cost_and_bytes(layers):
-        model, kept = linearize(tiny_model(layers=layers), SMALL), 0
-
-        def pack(x):
-            nonlocal kept
-            kept += x.nbytes
-            return x
-
+        model = linearize(tiny_model(layers=layers), SMALL)
         torch.manual_seed(0)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        with saved_for_backward() as kept:
             cost = evaluation.measure_budgets(model, SEQUENCES[:1], (0, 4))
         assert not any(m.training for name, m in model.named_modules() if ".linear" not in name)
-        return cost, kept
+        return cost, kept[0]
 
     (_, two), (lean, six) = cost_and_bytes(2), cost_and_bytes(6)
-    monkeypatch.setattr(evaluation, "recomputed", lambda model: contextlib.nullcontext())
+    monkeypatch.setattr(distill, "recomputed", lambda model: contextlib.nullcontext())
     (_, all_of_two), (full, all_of_six) = cost_and_bytes(2), cost_and_bytes(6)
     assert torch.equal(lean, full)
     assert six - two < 0.25 * (all_of_six - all_of_two)

@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 from conftest import FAMILIES, tiny_model
+from hooks import MemoryCacheLayer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_distill import preset_config, stir
 
-from distill import MemoryCacheLayer, as_teacher, delinearize, linearize
+from distill import as_teacher, delinearize, linearize
 from eval import layer_bytes
 from interventions import LinearizeConfig
 

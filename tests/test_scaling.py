@@ -67,7 +67,7 @@ def test_the_arithmetic_of_the_docstring_is_that_of_the_plan_for_32b(tmp_path, c
 def test_the_plan_is_printed_offline_and_bad_input_is_one_clear_line(tmp_path, capsys):
     assert evaluation.distill_main(["plan", "--gpus", "2x24"]) == 0
     out = capsys.readouterr().out
-    assert "870,016 parameters" in out and out.count("fits 2 x 24 GB (estimate)") == 3
+    assert "870,016 parameters" in out and out.count("fits 2 x 24 GB (estimate)") == 4
     for wrong, message in ((["--gpus", "80"], "--gpus wants NUMBERxGIGABYTES"),
                            (["--model", str(tmp_path / "none")], "cannot read the config of")):  # fmt: skip
         assert evaluation.distill_main(["plan", *wrong]) == 2
