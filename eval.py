@@ -54,7 +54,6 @@ from texts import begun, read_texts, tokenized
 TASKS: dict[str, Callable[[Bench], tuple[dict, str]]] = {}
 KINDS = ("passkey", "prose", "uuid", "multikey", "multiquery", "multivalue", "tracking")  # of retrieval
 
-
 # ----------------------------------------------------------------------------- what is measured, and on what
 
 @dataclass
