@@ -77,7 +77,7 @@ class TrainConfig:
     beta2: float = option(0.99, "Adam's second beta", low=0.0, high=0.9999)
     warmup: int = option(10, "warm-up steps, at most a tenth of all", low=0)
     floor: float = option(0.05, "end of the cosine as a part of the peak", low=0.0, high=1.0)
-    recompute: int = option(0, "1: ce and kl keep one layer's activations, for a third more time", (0, 1))
+    recompute: int = option(0, "1: ce and kl keep one layer's activations, and run each layer twice", (0, 1))
     lora: int = option(0, "rank of LoRA on q, k, v, o beside the new parameters (peft); 0: frozen", low=0)
     clip: float = option(1.0, "gradient norm limit", low=0.0)
     seed: int = option(0, "seed of initialisation and data order", low=0)

@@ -323,8 +323,9 @@ def memory() -> str:
         x = load(path.stem)
         planned, measured = (x[key] / 1e9 for key in ("planned", "measured"))
         figures = f"{planned:.2f} GB | {measured:.2f} GB | {planned / measured:.2f} | {x['seconds']:.0f}"
-        tokens = f"{x['batch']} × {x['seq_len']:,}"
-        lines.append(f"| {MODELS[path.stem.split('_')[0]]} | {x['loss']} | {tokens} | {figures} |")
+        tokens, loss = f"{x['batch']} × {x['seq_len']:,}", x["loss"]
+        loss += ", recomputed" if x.get("recompute") else ""
+        lines.append(f"| {MODELS[path.stem.split('_')[0]]} | {loss} | {tokens} | {figures} |")
     return "\n".join(lines)
 
 
