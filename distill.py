@@ -134,7 +134,7 @@ def load_teacher(name: str = "", dtype: str = "auto", device: str = "auto", devi
             model = model.to(device)
     # No traceback for a typo: whatever went wrong in loading is one line for the user.
     except Exception as error:  # a dozen classes: network, JSON parser, no such device, no gguf package, ...
-        why = brief(error) if path.exists() or name.count("/") < 2 else "no such folder"
+        why = brief(error) if path.exists() or name.count("/") < 2 else "no such file or folder"
         raise UserError(f"cannot load model {source!r} on {device}: {why}") from None
     if kw:
         model.is_quantized = False  # GGUF weights are dequantized on loading, but stay marked as quantized

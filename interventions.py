@@ -44,7 +44,6 @@ ROUTERS: dict[str, Callable[[Pool], Tensor]] = {}
 # Routers that need a memory, and who stands in for them where there is none: in a control without a memory,
 # and before training, when layers are compared by their exact parts alone.
 ASK_THE_MEMORY = dict(error="value", passage="value", mix="value")
-SUMS = ("origin", "total", "square")  # of the moments, in a state
 OFF = dict(merge="off", router="recency")  # the control of a memory: the same pairs without it
 
 
@@ -373,7 +372,7 @@ class LinearizedAttention(nn.Module):
                 shape = B, rule.memory_heads, rule.feature_dim, self.value_dim + rule.normaliser
                 rest["S"] = torch.zeros(shape, dtype=working_dtype(v), device=v.device)
                 rest["origin"] = k[:, :1].to(rest["S"].dtype)
-                rest["total"] = rest["square"] = torch.zeros_like(rest["origin"])
+                rest["sums"] = rest["origin"].new_zeros(B, 1, G, 2 * self.key_dim)
         if self.conv_q is not None:  # only what the memory sees is convolved: exact pairs stay the teacher's
             seen = {}
             for name, x in (("q", q), ("k", k), ("v", v)):
@@ -404,8 +403,7 @@ class LinearizedAttention(nn.Module):
         """
         c, q_in, writes = self.config, self.rule.queries(q_memory[:, first:]), self.writes(left)
         o, rest["S"] = linear_attention(q_in, *writes, rest["S"], chunk=c.chunk, impl=c.impl)
-        moments, sums = running_moments(left["k"], gone, tuple(rest[name] for name in SUMS))
-        rest |= dict(zip(SUMS, sums))
+        moments, rest["sums"] = running_moments(left["k"], gone, rest["origin"], rest["sums"])
         read = self.rule.read(o)  # from S^T q to an estimate of a value, or a sum of them
         if self.rule.sums and self.merge.uses_moments:  # which wants an average of values, not a sum
             read = read / moments["count"][..., None, None]

@@ -294,22 +294,20 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
 
 # ---------------------------------------------------------------------------- moments of keys
 
-def running_moments(k_btgk: Tensor, count: int, sums: tuple[Tensor, Tensor, Tensor]):
+def running_moments(k_btgk: Tensor, count: int, origin: Tensor, sums: Tensor):
     """What (23) of interventions.py needs of all keys up to k_t, for every t, after `count` earlier ones:
     count (1,T), mean and variance (B,T,G,K); and the sums at the end. Sigma is taken as diagonal: a full one
     was no better, and costs K x K.
 
-    sums: origin, and of k - origin and of its square, each (B,1,G,K). HAZARD: moments are taken around one
-    key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance of 1.
+    sums (B,1,G,2K): of k - origin and of its square, of the earlier ones; origin (B,1,G,K). HAZARD: moments are
+    taken around one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a
+    variance of 1.
     """
-    origin, total, square = sums
     shifted = k_btgk.to(origin.dtype) - origin
-    total, square = total + shifted.cumsum(1), square + shifted.square().cumsum(1)
+    sums = sums + torch.cat([shifted, shifted.square()], -1).cumsum(1)
     n = count + torch.arange(1, k_btgk.shape[1] + 1, device=origin.device, dtype=origin.dtype)[None]
-    mean = total / n[..., None, None]
-    variance = square / n[..., None, None] - mean.square()
-    moments = {"count": n, "mean": origin + mean, "variance": variance}
-    return moments, (origin, total[:, -1:], square[:, -1:])
+    mean, square = (sums / n[..., None, None]).chunk(2, -1)
+    return {"count": n, "mean": origin + mean, "variance": square - mean.square()}, sums[:, -1:]
 
 # ---------------------------------------------------------------------------- six update rules
 

@@ -507,7 +507,7 @@ def test_a_foreign_error_of_many_sentences_is_cut_between_two():
         (["--preset", "bst"], "unknown preset 'bst'; choose from: best, paper"),
         (["--data", "nowhere.txt"], "cannot read nowhere.txt: [Errno 2] No such file or directory"),
         (["--model", "nobody/no-model"], "cannot load model 'nobody/no-model'"),
-        (["--model", "/nowhere/model"], "cannot load model '/nowhere/model' on cpu: no such folder"),
+        (["--model", "/nowhere/model"], "cannot load model '/nowhere/model' on cpu: no such file or folder"),
         (["--seq-len", "100"], "--seq-len 100 must exceed sinks + window + budget = 132"),
         (["--seq-len", "1000000"], "too little text"),
         (["--out", "/proc/nothing/here"], "/proc/nothing"),

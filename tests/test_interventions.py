@@ -161,7 +161,7 @@ def test_a_layer_with_its_memory_off_is_its_exact_part():
 def moments_of(k):
     """Moments of k_1..k_t for every t of one whole sequence."""
     origin = k[:, :1]
-    return running_moments(k, 0, (origin, torch.zeros_like(origin), torch.zeros_like(origin)))[0]
+    return running_moments(k, 0, origin, torch.zeros(*origin.shape[:3], 2 * k.shape[-1], dtype=k.dtype))[0]
 
 
 def test_running_moments_are_count_mean_and_variances_of_the_keys_so_far():
