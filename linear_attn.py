@@ -299,9 +299,9 @@ def running_moments(k_btgk: Tensor, count: int, origin: Tensor, sums: Tensor):
     count (1,T), mean and variance (B,T,G,K); and the sums at the end. Sigma is taken as diagonal: a full one
     was no better, and costs K x K.
 
-    sums (B,1,G,2K): of k - origin and of its square, of the earlier ones; origin (B,1,G,K). HAZARD: moments are
-    taken around one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a
-    variance of 1.
+    sums (B,1,G,2K): of k - origin and of its square so far; origin (B,1,G,K). HAZARD: moments are taken
+    around one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance
+    of 1.
     """
     shifted = k_btgk.to(origin.dtype) - origin
     sums = sums + torch.cat([shifted, shifted.square()], -1).cumsum(1)
