@@ -300,15 +300,16 @@ def linearize(
     if len(config.budgets) not in (0, len(chosen)):
         raise UserError(f"{len(config.budgets)} budgets for {len(chosen)} linearized layers")
     model.requires_grad_(False)  # whoever loaded it: from here on it is frozen
-    model.controller, model.linearize_config = Controller(model.config._attn_implementation), config
+    model.controller, model.worth = Controller(model.config._attn_implementation), None
     model.some_weights = some_weights(model)  # for the adapter; now, while they are whole
     # Seeded on the side: linearizing must not move the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for n, m in enumerate(modules[i] for i in sorted(chosen)):  # n-th of those chosen: its budget
-            m.linear = new_layer(model, m, config.of_layer(n))
+        for m in (modules[i] for i in sorted(chosen)):
+            m.linear = new_layer(model, m, config)
             m.register_forward_pre_hook(keep_hidden, with_kwargs=True)
     model.base_model.register_forward_pre_hook(prepare_inputs, with_kwargs=True)
+    set_budgets(model, config)
     model.set_attn_implementation(NAME)  # from the next call on, softmax is not asked any more
     return model
 
@@ -324,7 +325,7 @@ def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
                 del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
         if isinstance(getattr(module, "linear", None), LinearizedAttention):
             del module.linear
-    del model.controller, model.linearize_config, model.some_weights
+    del model.controller, model.linearize_config, model.worth, model.some_weights
     return model
 
 
@@ -334,7 +335,7 @@ def set_budgets(model: hf.PreTrainedModel, config: LinearizeConfig) -> None:
     Between training and measuring, or from one row of a table to the next."""
     model.linearize_config = config
     for n, layer in enumerate(linear_layers(model).values()):
-        layer.config = config.of_layer(n)
+        layer.number, layer.config = n, config.of_layer(n)
 
 
 @contextlib.contextmanager

@@ -149,12 +149,11 @@ def without_memory(c: LinearizeConfig) -> dict:
 def at_budget(model, name: str, budget: int) -> dict:
     """A row's changes with another budget, a mean over layers; "bytes" has the more that it buys there."""
     c, mode = model.linearize_config, model.controller.variants[name]
-    mean = c.reach - c.window  # pairs a layer beyond the window, on average
     if name == "bytes" and c.router == "recency":
         return mode | dict(budget=budget, window=c.window + further_pairs(model, budget))
     budget += further_pairs(model, budget) if name == "bytes" else 0
     shared_out = c.budgets and "budget" not in mode
-    return mode | (dict(stretch=budget / max(mean, 1)) if shared_out else dict(budget=budget))
+    return mode | (dict(budgets=shares(model, budget)) if shared_out else dict(budget=budget))
 
 
 def add_controls(model) -> None:
@@ -181,12 +180,13 @@ def state_bytes(model, length: int, rows: Sequence[str]) -> dict[str, int]:
 
     Layers that keep softmax (--keep, --layers) count with their cache in every row."""
     modes, total = model.controller.variants, dict.fromkeys(rows, 0)
-    size = functools.cache(lambda row, *_: layer_bytes(layer.variant(**modes[row]), length, model.dtype))
+    size = functools.cache(lambda config, *_: layer_bytes(changed, length, model.dtype))
     for module in attention_modules(model):
         layer, shape = getattr(module, "linear", None), head_shape(model, module)
         cache = 2 * shape[1] * shape[2] * length * model.dtype.itemsize
         for row in total:
-            total[row] += cache if layer is None or row == "teacher" else size(row, layer.config, *shape)
+            changed = layer and row != "teacher" and layer.variant(**modes[row])
+            total[row] += size(changed.config, *shape) if changed else cache
     return total
 
 # ----------------------------------------------------------------------------- which layers need their pairs
@@ -230,14 +230,22 @@ def measure_budgets(model: distill.hf.PreTrainedModel, ids: Tensor, budgets: Seq
     return torch.tensor(cost)
 
 
-def share_out(cost: Tensor, budgets: Sequence[int], total: int) -> tuple[int, ...]:
+def shares(model, mean: int) -> tuple[int, ...]:
+    """`mean` pairs a layer shared out among the layers: as they are worth, or in the proportions typed."""
+    c, layers = model.linearize_config, len(linear_layers(model))
+    if model.worth:
+        return share_out(*model.worth, mean * layers)
+    return tuple(math.ceil(b * mean / max(c.reach - c.window, 1)) for b in c.budgets)
+
+
+def share_out(cost: list[list[float]], budgets: Sequence[int], total: int) -> tuple[int, ...]:
     """`total` pairs for the layers, to whom they are worth most. cost (layers, budgets): equation (24).
 
     Greedy by gain a pair. Where the next step gains less than the one after it both count as one, which makes
     every layer's curve convex, and greedy optimal up to the last step."""
     # A step (gain a pair, layer, pairs) leads from one budget to the best next one: the steepest way down.
     steps, given = [], [budgets[0]] * len(cost)
-    for n, row in enumerate(cost.tolist()):
+    for n, row in enumerate(cost):
         at = 0
         while rest := range(at + 1, len(budgets)):
             gains = [(row[at] - row[to]) / (budgets[to] - budgets[at]) for to in rest]
@@ -256,15 +264,15 @@ def allocate_budgets(model, config: LinearizeConfig, tokens: Tensor, train: Trai
     The sequences are not those of training (another seed), and never held-out ones. What comes out is part of
     the layers' config: it is saved with the adapter, and no parameter depends on it.
     """
-    # From none to six times the mean; one layer of Qwen2.5-Coder takes all of these.
-    n = train.allocate
-    budgets = sorted({round(config.budget * x) for x in (0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6)})
+    # From none to all there are: at larger budgets few layers take nearly all of what is added.
+    n, times = train.allocate, (0, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    budgets = sorted({min(round(config.budget * x), train.seq_len) for x in times})
     sequences = distill.batches(tokens, dataclasses.replace(train, batch=1, steps=n, seed=train.seed + 1))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(train.seed)
         costs = [measure_budgets(model, ids, budgets) for ids in tqdm(sequences, "allocate", n, disable=None)]
-    shares = share_out(sum(costs) / n, budgets, config.budget * len(linear_layers(model)))
-    distill.set_budgets(model, dataclasses.replace(config, budgets=shares))
+    model.worth = (sum(costs) / n).tolist(), budgets  # in the adapter too: other budgets are shared out anew
+    distill.set_budgets(model, dataclasses.replace(config, budgets=shares(model, config.budget)))
 
 # ----------------------------------------------------------------------------- language modelling
 
@@ -290,9 +298,9 @@ def measure_text(bench: Bench) -> tuple[dict, str]:
                 sums[2] += (log_p.argmax(-1) == log_t.argmax(-1)).sum().item()
             for metric, total in zip(row.values(), sums):
                 metric.append(total / len(logits))
-    T, variants = bench.held_out.shape[1], bench.model.controller.variants
+    T, variants, c = bench.held_out.shape[1], bench.model.controller.variants, bench.model.linearize_config
     # Pairs that a query can see at most; with fewer tokens than that, all of them.
-    configs = {n: bench.model.linearize_config.changed(**variants[n]) for n in rows if n != "teacher"}
+    configs = {n: dataclasses.replace(c, **variants[n]) for n in rows if n != "teacher"}
     pairs = {n: min(T, configs[n].exact_pairs) if n in configs else T for n in rows}
     result = dict(rows=rows, bytes=state_bytes(bench.model, T, rows), pairs=pairs, seq_len=T)
     return result, text_table(result)

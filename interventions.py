@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -103,12 +102,6 @@ class LinearizeConfig:
 
         n counts linearized layers, not the model's: layers that keep softmax have no budget."""
         return dataclasses.replace(self, budget=self.budgets[n], budgets=()) if self.budgets else self
-
-    def changed(self, stretch: float = 1.0, **changes) -> LinearizeConfig:
-        """With other values, and every budget `stretch` times as large."""
-        more = {"budget": math.ceil(self.budget * stretch)}
-        more["budgets"] = [math.ceil(b * stretch) for b in self.budgets]
-        return dataclasses.replace(self, **more | changes)
 
 
 class ShortConv(nn.Module):
@@ -326,6 +319,7 @@ class LinearizedAttention(nn.Module):
     def __init__(self, config: LinearizeConfig, d_model: int, heads: int, kv_heads: int, key_dim, value_dim):
         super().__init__()
         c, self.config, self.heads, self.kv_heads = config, config, heads, kv_heads
+        self.number = 0  # among the linearized layers, for `budgets`; distill.set_budgets knows
         self.d_model, self.key_dim, self.value_dim = d_model, key_dim, value_dim
         self.merge = MERGES[c.merge](heads, key_dim)
         self.rule = self.conv_q = self.conv_k = self.conv_v = None
@@ -533,7 +527,8 @@ class LinearizedAttention(nn.Module):
     def variant(self, **changes) -> LinearizedAttention:
         """The same parameters under another config: what a control is. `merge="off"`: no memory at all."""
         other = copy.copy(self)  # shares the parameters: what one learns, all variants know
-        other._modules, other.config = dict(self._modules), self.config.changed(**changes)
+        other._modules = dict(self._modules)
+        other.config = dataclasses.replace(self.config, **changes).of_layer(self.number)
         if other.config.merge == "off":
             other.merge, other.rule, other.conv_q = MERGES["off"](self.heads, self.key_dim), None, None
         return other

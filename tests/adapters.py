@@ -37,6 +37,7 @@ def save_adapter(model: PreTrainedModel, folder: Path | str, train=None) -> None
         layers=sorted(distill.linear_layers(model)),
         lora=getattr(model, "lora", 0),
         linearize=dataclasses.asdict(model.linearize_config),
+        worth=model.worth,
         train=train and dataclasses.asdict(train),
     )
     copy, about["weights"] = json.dumps(about, indent=1), model.some_weights
@@ -73,6 +74,7 @@ def load_linearized(model: PreTrainedModel | str, folder: Path | str) -> PreTrai
     if len(now) == len(then) and (then - now).nan_to_num(0.0).norm() > 0.01 * then.nan_to_num(0.0).norm():
         raise UserError(f"{was}; the weights of {model.config._name_or_path or 'this model'} are others")
     distill.linearize(model, config, about["layers"])
+    model.worth = about.get("worth")
     add_lora(model, about.get("lora", 0))
     set_parameters(model, tensors, folder)
     model.trained = about["train"]

@@ -58,12 +58,16 @@ def exact_part(args: argparse.Namespace) -> dict:
 
 def load_adapter(model, args: argparse.Namespace) -> None:
     """The folder of --adapter, with what the user typed of its exact part."""
+    from eval import shares  # here, because it loads this file
+
     typed = exact_part(args)
     distill.load_linearized(model, args.adapter)
     c = model.linearize_config
-    if c.budgets and "budget" in typed:  # as many in all, shared out in the same proportions
-        typed["stretch"] = typed.pop("budget") / (c.reach - c.window)
-    distill.set_budgets(model, c.changed(**typed))
+    if "budgets" in typed:  # typed, not measured
+        model.worth = None
+    if c.budgets and "budget" in typed:  # as many in all, shared out anew
+        typed["budgets"] = shares(model, typed["budget"])
+    distill.set_budgets(model, dataclasses.replace(c, **typed))
 
 
 def check_writable(folder: Path) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import io
 import json
 import math
@@ -38,7 +39,10 @@ def runs(kind: str) -> Iterator[tuple[str, dict]]:
 
 def config_of(run: dict, row: str) -> evaluation.LinearizeConfig:
     """What a row of a run computes: the run's config with the row's changes."""
-    return evaluation.LinearizeConfig(**run["linearize"]).changed(**run["variants"][row])
+    c, changes = evaluation.LinearizeConfig(**run["linearize"]), dict(run["variants"][row])
+    if stretch := changes.pop("stretch", 0):  # until 2026-11-30 every budget was of the same proportions
+        changes["budgets"] = [math.ceil(b * stretch) for b in c.budgets]
+    return dataclasses.replace(c, **changes)
 
 
 def default() -> str:
@@ -372,6 +376,24 @@ def hybrid() -> str:
             layers = " ".join(map(str, row["layers"]))
             lines.append(f"| {model} | {float(part):.0%} | {how} | {figures} | {layers} |")
     return "\n".join(lines) if len(lines) > 2 else "(No real model has been measured yet.)"
+
+
+def lora() -> str:
+    """The same loss and steps, with frozen projections and with LoRA on them."""
+    runs = {"frozen": load("smollm2_frozen"), "LoRA beside it": load("smollm2_lora")}
+    rows = {name: run["ppl"]["rows"]["linear"] for name, run in runs.items()}
+    rows = {"teacher": runs["frozen"]["ppl"]["rows"]["teacher"]} | rows
+    rows = {"memory off, nothing trained": runs["frozen"]["ppl"]["rows"]["off"]} | rows
+    lines = ["| projections | trained parameters | perplexity | KL | KL gap closed |", "|---" * 5 + "|"]
+    for name, row in rows.items():
+        (nll, _), (kl, error) = (evaluation.mean_and_error(row[m]) for m in ("nll", "kl"))
+        new = f"{runs[name]['new_parameters']:,}" if name in runs else "–"
+        closed = f"{1 - kl / evaluation.mean_and_error(rows['memory off, nothing trained']['kl'])[0]:.0%}"
+        lines.append(f"| {name} | {new} | {math.exp(nll):.2f} | {kl:.4f} ± {error:.4f} | {closed} |")
+    saved = (evaluation.paired(rows, m, "frozen", "LoRA beside it") for m in ("nll", "kl"))
+    text = ", ".join(f"{m} {x:+.4f} ± {error:.4f}" for m, (x, error) in zip(("nll", "KL"), saved))
+    count = len(rows["frozen"]["kl"])
+    return "\n".join(lines) + f"\n\nFrozen saves on LoRA ({count} sequences): {text}"
 
 
 def comment_share(path: Path) -> float:

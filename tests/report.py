@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -56,7 +57,8 @@ def report(bench, path: Path, fingerprint: str, tasks: dict[str, Callable]) -> N
     what a figure needs to be run again. `fingerprint`: of the backbone; hashing it takes a while."""
     model, train = bench.model, bench.train
     result = dict(
-        command="python " + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]), date=time.strftime("%Y-%m-%d"),
+        command="python " + shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        date=time.strftime("%Y-%m-%d"),
         machine=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, {model.device}",
         torch=torch.__version__, threads=torch.get_num_threads(),
         train=getattr(model, "trained", dataclasses.asdict(train)),
