@@ -255,7 +255,7 @@ def share_out(cost: list[list[float]], budgets: Sequence[int], total: int) -> tu
     # All layers' steps, best first: a layer's own come in their order, because its curve is convex now.
     for _, n, pairs in sorted(steps, reverse=True):
         given[n] += min(pairs, total - sum(given))
-    return tuple(given)
+    return tuple(x + (total - sum(given)) // len(given) for x in given)  # beyond what was tried: evenly
 
 
 def allocate_budgets(model, config: LinearizeConfig, tokens: Tensor, train: TrainConfig) -> None:
