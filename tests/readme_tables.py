@@ -380,20 +380,19 @@ def hybrid() -> str:
 
 def lora() -> str:
     """The same loss and steps, with frozen projections and with LoRA on them."""
-    runs = {"frozen": load("smollm2_frozen"), "LoRA beside it": load("smollm2_lora")}
-    rows = {name: run["ppl"]["rows"]["linear"] for name, run in runs.items()}
-    rows = {"teacher": runs["frozen"]["ppl"]["rows"]["teacher"]} | rows
-    rows = {"memory off, nothing trained": runs["frozen"]["ppl"]["rows"]["off"]} | rows
-    lines = ["| projections | trained parameters | perplexity | KL | KL gap closed |", "|---" * 5 + "|"]
-    for name, row in rows.items():
-        (nll, _), (kl, error) = (evaluation.mean_and_error(row[m]) for m in ("nll", "kl"))
-        new = f"{runs[name]['new_parameters']:,}" if name in runs else "–"
-        closed = f"{1 - kl / evaluation.mean_and_error(rows['memory off, nothing trained']['kl'])[0]:.0%}"
-        lines.append(f"| {name} | {new} | {math.exp(nll):.2f} | {kl:.4f} ± {error:.4f} | {closed} |")
-    saved = (evaluation.paired(rows, m, "frozen", "LoRA beside it") for m in ("nll", "kl"))
-    text = ", ".join(f"{m} {x:+.4f} ± {error:.4f}" for m, (x, error) in zip(("nll", "KL"), saved))
-    count = len(rows["frozen"]["kl"])
-    return "\n".join(lines) + f"\n\nFrozen saves on LoRA ({count} sequences): {text}"
+    lines = ["| projections | peak rate | trained parameters | perplexity | KL | frozen saves nll | KL |"]
+    lines.append("|---" * 7 + "|")
+    frozen, rows = load("smollm2_frozen"), {}
+    rows["frozen"] = frozen["ppl"]["rows"]["linear"]
+    for name, run in [("frozen", frozen), *(("LoRA beside them", run) for _, run in runs("lora_*"))]:
+        rows[name], saved = run["ppl"]["rows"]["linear"], "– | –"
+        (nll, _), (kl, error) = (evaluation.mean_and_error(rows[name][m]) for m in ("nll", "kl"))
+        if run is not frozen:
+            pairs = (evaluation.paired(rows, m, "frozen", name) for m in ("nll", "kl"))
+            saved = " | ".join(f"{x:+.4f} ± {e:.4f}" for x, e in pairs)
+        figures = f"{math.exp(nll):.2f} | {kl:.4f} ± {error:.4f} | {saved}"
+        lines.append(f"| {name} | {run['train']['lr']:g} | {run['new_parameters']:,} | {figures} |")
+    return "\n".join(lines)
 
 
 def comment_share(path: Path) -> float:
@@ -435,6 +434,7 @@ TABLES = (
     memory,
     training,
     hybrid,
+    lora,
     speed,
     lines,
 )
