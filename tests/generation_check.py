@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import statistics
 import sys
 import time
@@ -89,7 +90,7 @@ def main() -> None:
     model, tokenizer = distill.load_teacher(args.model)
     distill.load_linearized(model, args.adapter)
     prompt = eval.tokenized(tokenizer, eval.read_texts("")[0])[None]
-    result = dict(command="python tests/generation_check.py " + " ".join(sys.argv[1:]))
+    result = dict(command="python tests/generation_check.py " + shlex.join(sys.argv[1:]))
     result |= dict(date=time.strftime("%Y-%m-%d"), machine=f"{os.cpu_count()} cores, {platform.machine()}")
     result |= dict(model=args.model or "embedded", every=args.every, threads=torch.get_num_threads())
     result["linearize"] = distill.dataclasses.asdict(model.linearize_config)

@@ -65,7 +65,7 @@ def load_adapter(model, args: argparse.Namespace) -> None:
     c = model.linearize_config
     if "budgets" in typed:  # typed, not measured
         model.worth = None
-    if c.budgets and "budget" in typed:  # as many in all, shared out anew
+    elif c.budgets and "budget" in typed:  # as many in all, shared out anew
         typed["budgets"] = shares(model, typed["budget"])
     distill.set_budgets(model, dataclasses.replace(c, **typed))
 

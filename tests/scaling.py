@@ -25,6 +25,7 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -96,8 +97,9 @@ def plan(args: argparse.Namespace) -> None:
     GB, name = 1e9, train.model or "embedded"
     print(f"model       {name}: {x['parameters']:,} parameters, {x['weights'] / GB:.2f} GB")
     print(f"new         {x['new']:,} parameters ({x['new'] / x['parameters']:.2%}), trained in float32")
-    stages = {"--allocate": "allocate", "--loss layer": "layer", "--loss ce, kl": "end_to_end"}
-    for name, key in {**stages, "--recompute 1": "recompute"}.items():
+    stages = {"--allocate": "allocate", "--loss layer": "layer", "--loss ce, kl": "end_to_end",
+              "--recompute 1": "recompute"}  # fmt: skip
+    for name, key in stages.items():
         fits = "fits" if x[key] < each * GB else "does not fit"
         size = f"{count if key == 'allocate' else train.batch} x {train.seq_len} tokens, {train.dtype}"
         print(f"{name:14s} {x[key] / GB:.2f} GB a device at {size}: {fits} {count} x {each} GB (estimate)")
@@ -129,7 +131,7 @@ def measure(args: argparse.Namespace) -> None:
         threads=torch.get_num_threads(),
     )
     result |= dict(
-        command="python tests/scaling.py " + " ".join(sys.argv[1:]), date=time.strftime("%Y-%m-%d")
+        command="python tests/scaling.py " + shlex.join(sys.argv[1:]), date=time.strftime("%Y-%m-%d")
     )
     result |= dict(machine=f"{os.cpu_count()} cores, {platform.machine()}", loss=train.loss)
     result |= dict(batch=train.batch, seq_len=train.seq_len, recompute=train.recompute)

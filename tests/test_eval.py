@@ -572,6 +572,8 @@ def test_an_allocated_adapter_keeps_its_shares_and_shares_other_budgets_out_anew
     assert result["ppl"]["bytes"]["bytes"] >= result["ppl"]["bytes"]["linear"]
     assert evaluation.main([*run, "--budgets", "1", "2", "3", "--rows", "linear"]) == 0
     assert json.loads(to.read_text())["linearize"]["budgets"] == [1, 2, 3]
+    assert evaluation.main([*run, "--budgets", "1", "2", "3", "--budget", "8", "--rows", "linear"]) == 0
+    assert json.loads(to.read_text())["linearize"]["budgets"] == [1, 2, 3]  # --budgets overrides --budget
     assert evaluation.main([*run, "--budgets", "1", "2", "3", "--rows", "linear@8"]) == 0
     assert json.loads(to.read_text())["variants"]["linear@8"]["budgets"] == [4, 8, 12]  # typed: in proportion
 
