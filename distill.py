@@ -32,13 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parent / "tests"))
-from files import UserError, brief, digest, team, write_atomically  # noqa: F401
+from files import UserError, brief, digest, mean_over_processes, team, write_atomically  # noqa: F401
 
 from interventions import OFF, LinearizeConfig, LinearizedAttention
 from linear_attn import option, register, validate
@@ -78,6 +77,7 @@ class TrainConfig:
     warmup: int = option(10, "warm-up steps, at most a tenth of all", low=0)
     floor: float = option(0.05, "end of the cosine as a part of the peak", low=0.0, high=1.0)
     recompute: int = option(0, "1: ce and kl keep one layer's activations, and run each layer twice", (0, 1))
+    offsets: int = option(0, "training sequences begin at random positions up to this one", low=0)
     lora: int = option(0, "rank of LoRA on q, k, v, o beside the new parameters (peft); 0: frozen", low=0)
     clip: float = option(1.0, "gradient norm limit", low=0.0)
     seed: int = option(0, "seed of initialisation and data order", low=0)
@@ -169,6 +169,7 @@ class Controller:
     teacher_attention: str
     mode: str = "linear"
     probe: Callable | None = None
+    offset: int = 0  # the position of a training sequence's first token
     variants: dict[str, dict] = dataclasses.field(default_factory=lambda: dict(linear={}, off=dict(OFF)))
 
     @contextlib.contextmanager
@@ -261,9 +262,7 @@ def new_parameters(model: hf.PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def new_layer(model: hf.PreTrainedModel, module: nn.Module, config: LinearizeConfig) -> LinearizedAttention:
-    """A layer for this attention module, on its device, with float32 parameters.
-
-    Shapes are asked of the module and the config, family by family nothing is assumed."""
+    """A layer of this attention module's shapes, on its device, with float32 parameters."""
     heads, kv_heads, dim = head_shape(model, module)
     width = model.config.get_text_config().hidden_size
     hook = getattr(output_projection(module), "_hf_hook", None)  # accelerate's: it may run elsewhere
@@ -315,9 +314,7 @@ def linearize(
 
 
 def delinearize(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
-    """The teacher again, bit for bit: everything that `linearize` added is gone.
-
-    Nothing has to be restored, because nothing of the teacher was ever changed."""
+    """The teacher again, bit for bit: it was never changed, and what `linearize` added is gone."""
     model.set_attn_implementation(model.controller.teacher_attention)
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
@@ -353,9 +350,7 @@ def as_teacher(model: hf.PreTrainedModel):
 
 
 def fingerprint(model: hf.PreTrainedModel) -> str:
-    """Digest of the backbone: it changes if anything was not frozen.
-
-    Of the bits, not of values: -0.0 for 0.0 would be found."""
+    """Digest of the backbone's bits: it changes if anything was not frozen, were it -0.0 for 0.0."""
     new = (".linear.", ".lora_")
     return digest({name: x for name, x in model.state_dict().items() if not any(n in name for n in new)})
 
@@ -377,13 +372,22 @@ def relative_error(module: nn.Module, teacher: Tensor, student: Tensor) -> Tenso
     return (error.float().square().sum((1, 2)) / size.float().square().sum((1, 2))).mean()
 
 
+def placed(model: hf.PreTrainedModel, ids: Tensor) -> dict:
+    """A model's arguments for training: ids at the positions that its controller says.
+
+    The teacher answers alike at any position, to rounding (RoPE is relative), but what is new might not: its
+    features and `u` see rotated q and k. Trained at random positions (--offsets) it has to."""
+    at = model.controller.offset + torch.arange(ids.shape[1], device=model.device)[None]
+    return dict(input_ids=ids.to(model.device), position_ids=at, use_cache=False)
+
+
 def probe_layers(model: hf.PreTrainedModel, ids: Tensor, probe: Callable) -> None:
     """One teacher pass that calls probe(module, teacher's answer, student) at every linearized layer.
 
     student(layer) is what any layer answers to this module's q, k, v and hidden: the one in place, a control,
     a candidate of a comparison. Losses, budgets and diagnostics all are such a probe."""
     with torch.no_grad(), model.controller.switch("probe", probe):
-        model.base_model(input_ids=ids.to(model.device), use_cache=False)  # no logits are computed
+        model.base_model(**placed(model, ids))  # no logits are computed
 
 
 @register(LOSSES, "layer")
@@ -414,7 +418,7 @@ def layer_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
 @register(LOSSES, "ce")
 def cross_entropy_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
     """The paper's: next-token cross-entropy, end to end. Its memory grows with depth and vocabulary."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    logits = model(**placed(model, ids)).logits[:, :-1].float()
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
     return loss.item()
@@ -426,7 +430,7 @@ def kl_loss(model: hf.PreTrainedModel, ids: Tensor) -> float:
 
     The teacher is the same model under its own attention: two passes, one set of weights. Of all logits, T x
     vocabulary x 4 bytes (1,024 tokens of Qwen's 152 k words: 0.6 GB), at most four tensors are alive."""
-    logits = lambda: model(input_ids=ids, use_cache=False).logits.float().flatten(0, 1)  # noqa: E731
+    logits = lambda: model(**placed(model, ids)).logits.float().flatten(0, 1)  # noqa: E731
     with torch.no_grad(), as_teacher(model):
         target = logits().softmax(-1)
     # Cross-entropy with the teacher, less the teacher's entropy: F.kl_div would keep half as much more.
@@ -447,19 +451,6 @@ def learning_rate(step: int, train: TrainConfig) -> float:
         return train.lr * (step + 1) / warmup
     progress = (step - warmup) / max(1, train.steps - warmup)
     return train.lr * (train.floor + (1 - train.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def mean_over_processes(loss: float, params: list[nn.Parameter]) -> float:
-    """Gradients, in place, and the loss, as the mean over the processes of torchrun; alone: as they are.
-
-    A mean is right because every loss is itself a mean over sequences (not a quotient of sums over them)."""
-    if (processes := team()[1]) == 1:
-        return loss
-    mean = params[0].new_tensor(loss)
-    for x in (mean, *(p.grad for p in params if p.grad is not None)):
-        dist.all_reduce(x)
-        x /= processes
-    return mean.item()
 
 
 def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume: bool = False) -> list[dict]:
@@ -487,6 +478,8 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
             for group in optimizer.param_groups:
                 group["lr"] = lr = learning_rate(step, train)
             optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)  # as `batches`: a resumed run has the same ones
+            model.controller.offset = int(torch.randint(0, train.offsets + 1, (), generator=generator))
             try:
                 with recomputed(model, train.recompute):
                     loss = LOSSES[train.loss](model, ids[rank::processes].to(params[0].device))
@@ -512,6 +505,7 @@ def train_adapters(model, tokens: Tensor, train: TrainConfig, out: Path, resume:
         raise
     finally:
         bar.close()
+        model.controller.offset = 0
     return records
 
 

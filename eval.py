@@ -336,7 +336,6 @@ def train(args: argparse.Namespace) -> None:
     spread(model)  # over the processes of torchrun; nothing happens without it
     # The hash is taken after the swap and before training: of all of the backbone, of nothing that is new.
     before, config = distill.fingerprint(model), model.linearize_config
-    # Everything that will be trained, and the layers it is in.
     new, layers = sum(p.numel() for p in distill.new_parameters(model).values()), linear_layers(model)
     kept = " ".join(str(m.layer_idx) for m in attention_modules(model) if m.layer_idx not in layers)
     softmax = f"; softmax in {kept}" if kept else ""

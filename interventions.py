@@ -68,12 +68,14 @@ class LinearizeConfig:
     conv_init: str = option("identity", "start of the convolutions", ("identity", "default"))
     features: str = option("silu", "feature map of the memory's q and k", FEATURES)
     feature_dim: int = option(0, "feature dimension; 0: the head dimension", low=0, high=4096)
+    fade: int = option(0, "tokens after which a key counts half in the memory's mass; 0: never", low=0)
     memory_per: str = option("kv", "one memory per kv head or per query head", ("kv", "query"))
     rank: int = option(16, "rank of the per-channel decay projection", low=1)
     beta_bias: float = option(-2.0, "write strength at the start, before the sigmoid", low=-20, high=20)
     decay_bias: float = option(6.0, "decay at the start, before the sigmoid", low=-20, high=20)
     chunk: int = option(64, "tokens per chunk of the memory's kernel", (16, 32, 64, 128, 256))
     impl: str = option("auto", "code of the recurrence", ("auto", "recurrent", "chunked", "triton"))
+    state_bits: int = option(32, "of a number of the memory between calls; 16 is float16", (16, 32))
 
     def __post_init__(self):
         validate(self)
@@ -84,6 +86,9 @@ class LinearizeConfig:
         if self.router != "recency" and self.window < self.block:
             want = f"window must be at least the block of {self.block}, got {self.window}"
             raise ValueError(f"router {self.router}: {want}")
+        # A delta rule's state is as large as values are; what only adds outgrows float16.
+        if self.state_bits == 16 and (RULES[self.rule].sums or not RULES[self.rule].delta):
+            raise ValueError(f"state_bits 16 wants a delta rule, got {self.rule}")
         if self.router in ASK_THE_MEMORY and not MERGES[self.merge].uses_memory:
             raise ValueError(f"router {self.router} asks the memory, and merge {self.merge} has none")
 
@@ -193,7 +198,7 @@ class LseMerge(nn.Module):
         a1, a2, u = (x.unflatten(0, (mean_btg1k.shape[2], -1)) for x in (self.a1, self.a2, self.u))
         s_btgrk = q_bthk.to(u.dtype).unflatten(2, (len(u), -1)) * scale
         slope = a1[..., None] * mean_btg1k + u + s_btgrk * (0.5 * a2[..., None] * variance_btg1k)
-        return moments["count"].log()[..., None] + (s_btgrk * slope).sum(-1).flatten(2) + self.c
+        return (moments["count"].log()[..., None] + (s_btgrk * slope).sum(-1)).flatten(2) + self.c
 
     def forward(self, o_exact, lse_exact, read, q, moments, scale):
         m_bth1 = torch.sigmoid(lse_exact - self.log_mass(q, moments, scale))[..., None]
@@ -282,7 +287,7 @@ class State:
     exact   tokens that are exact, by name (B, L, ...): the next to leave (if a router chose them), sinks,
             routed ones, window. Beside k and v what they need later: gates' code, k and v as the memory will
             see them, position and attention received
-    rest    by name (B, ...): the memory S, sums of the moments, the last tokens before a convolution
+    rest    by name (B, ...): the memory S (--state-bits), sums of the moments, a convolution's last tokens
     """
 
     count: int = 0  # tokens seen; those not among the exact ones are in the memory
@@ -347,6 +352,8 @@ class LinearizedAttention(nn.Module):
         path = self.shifted if self.config.router == "recency" else self.routed
         out, exact = path(q_bthk, q_memory, bank, rest, past.count, scale, softcap)
         if state is not None:  # HAZARD: a view would keep the whole prompt alive (one a little larger may)
+            if self.config.state_bits == 16 and self.rule is not None:
+                rest["S"] = rest["S"].half()
             state.count = past.count + q_bthk.shape[1]
             state.exact, state.rest = ({n: x.clone() if x.untyped_storage().nbytes() > 2 * x.nbytes else x
                                         for n, x in d.items()} for d in (exact, rest))  # fmt: skip
@@ -366,7 +373,7 @@ class LinearizedAttention(nn.Module):
                 shape = B, rule.memory_heads, rule.feature_dim, self.value_dim + rule.normaliser
                 rest["S"] = torch.zeros(shape, dtype=working_dtype(v), device=v.device)
                 rest["origin"] = k[:, :1].to(rest["S"].dtype)
-                rest["sums"] = rest["origin"].new_zeros(B, 1, G, 2 * self.key_dim)
+                rest["sums"] = rest["origin"].new_zeros(B, 1, G, 2 * self.key_dim + 1)
         if self.conv_q is not None:  # only what the memory sees is convolved: exact pairs stay the teacher's
             seen = {}
             for name, x in (("q", q), ("k", k), ("v", v)):
@@ -378,8 +385,7 @@ class LinearizedAttention(nn.Module):
             at = past.count + torch.arange(T, device=q.device, dtype=torch.int32)
             new["position"] = at[:, None].expand(B, T, G)
             new["received"] = torch.zeros(B, T, G, device=q.device)
-            # Gates are few numbers a token (`encode`), so a token that waits in the pool keeps them: the
-            # hidden state, from which they could be made later, is hundreds.
+            # A token that waits in the pool keeps its gates' few numbers, not the hundreds they come from.
             if rule is not None:
                 new["code"] = new["code"][:, :, None].expand(-1, -1, G, -1)
         bank = {name: torch.cat([past.exact[name], x], 1) if past.count else x for name, x in new.items()}
@@ -390,17 +396,17 @@ class LinearizedAttention(nn.Module):
         k, v = tokens.get("k_memory", tokens["k"]), tokens.get("v_memory", tokens["v"])
         return self.rule.writes(tokens["code"], k, v)
 
-    def recall(self, out, lse, first: int, q_bthk, q_memory, left: dict, gone: int, rest: dict, scale: float):
+    def recall(self, out, lse, first: int, q_bthk, q_memory, left: dict, rest: dict, scale: float):
         """One answer of two: queries from `first` on have a memory; before, the exact part is the teacher's.
 
-        left: the tokens that leave, one a query, after `gone` earlier ones. HAZARD: (21) wants them in step.
+        left: the tokens that leave, one a query. HAZARD: (21) wants them in step.
         """
         c, q_in, writes = self.config, self.rule.queries(q_memory[:, first:]), self.writes(left)
         o, rest["S"] = linear_attention(q_in, *writes, rest["S"], chunk=c.chunk, impl=c.impl)
-        moments, rest["sums"] = running_moments(left["k"], gone, rest["origin"], rest["sums"])
+        moments, rest["sums"] = running_moments(left["k"], rest["origin"], rest["sums"], c.fade)
         read = self.rule.read(o)  # from S^T q to an estimate of a value, or a sum of them
         if self.rule.sums and self.merge.uses_moments:  # which wants an average of values, not a sum
-            read = read / moments["count"][..., None, None]
+            read = read / moments["count"].repeat_interleave(self.heads // self.kv_heads, 2)[..., None]
         merged = self.merge(out[:, first:], lse[:, first:], read, q_bthk[:, first:], moments, scale)
         return joined([out[:, :first], merged] if first else [merged])
 
@@ -415,7 +421,7 @@ class LinearizedAttention(nn.Module):
         first = max(c.exact_pairs - n, 0)  # the first query with a memory
         if self.rule is not None and first < T:
             left = {name: x[:, c.sinks : N - c.reach] for name, x in bank.items()}
-            out = self.recall(out, lse, first, q_bthk, q_memory, left, n - (N - T), rest, scale)
+            out = self.recall(out, lse, first, q_bthk, q_memory, left, rest, scale)
         if N > c.exact_pairs:  # what is neither sink nor in the window is in the memory now: let it go
             bank = {name: torch.cat([x[:, : c.sinks], x[:, N - c.reach :]], 1) for name, x in bank.items()}
         return out, bank
@@ -473,7 +479,7 @@ class LinearizedAttention(nn.Module):
             order, one = joined(known["left"]), len(parts) == 1
             names = [x for x in bank if x not in ("position", "received")]
             left = {x: bank[x][:, : order.shape[1]] if one else take(bank[x], order) for x in names}
-            out = self.recall(out, lse, first, q_bthk, q_memory, left, gone, rest, scale)
+            out = self.recall(out, lse, first, q_bthk, q_memory, left, rest, scale)
         if n // c.block == t // c.block:
             bank = {name: x[:, held - leaving.shape[1] :] for name, x in bank.items()}
         else:
@@ -519,7 +525,7 @@ class LinearizedAttention(nn.Module):
             tokens = (None if x is None else take(x, left) for x in known["writes"])
             _, known["S"] = linear_attention(None, *tokens, known["S"], self.config.chunk, self.config.impl)
         key, value = (take(x, pool) for x in known["writes"][:2])
-        read = self.rule.read((key.transpose(1, 2) @ known["S"]).transpose(1, 2))
+        read = self.rule.read((key.transpose(1, 2) @ known["S"].to(key)).transpose(1, 2))
         read = read / max(count, 1) if self.rule.sums else read
         error = (value[..., : self.value_dim] - read).norm(dim=-1)
         return error.unflatten(2, (self.kv_heads, -1)).mean(3)

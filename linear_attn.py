@@ -99,7 +99,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
         score = torch.tanh(score / softcap) * softcap
     if visible is not None:
         score = score.masked_fill(~visible[..., None, :, :], -torch.inf)
-    # Both of the answer and of its weight against other sets of keys, (22) of interventions.py.
     p = score.softmax(-1)
     lse = score.amax(-1) - p.amax(-1).log()  # the largest p is exp(max - lse); logsumexp has ten passes
     return (p.to(v.dtype).flatten(-3, -2) @ v).unflatten(-2, (R, C)), lse, p
@@ -220,7 +219,6 @@ def decayed_products(x: Tensor, k: Tensor, g: Tensor | None, diagonal: int) -> T
     from the border, not subtracting two long cumulative sums, keeps full precision next to a decay of -1000.
     """
     C = x.shape[-2]
-    # Without decay (2) is a plain product below the diagonal.
     if g is None or C == 1:
         return products(x, k.mT).tril(diagonal)
     if g.shape[-1] == 1:  # one decay for all channels leaves the sum: its own sums, one a pair, are few
@@ -294,20 +292,22 @@ def chunked(q_bthk, k_btgk, v_btgv, log_decay=None, erase=None, write=None, stat
 
 # ---------------------------------------------------------------------------- moments of keys
 
-def running_moments(k_btgk: Tensor, count: int, origin: Tensor, sums: Tensor):
-    """What (23) of interventions.py needs of all keys up to k_t, for every t, after `count` earlier ones:
-    count (1,T), mean and variance (B,T,G,K); and the sums at the end. Sigma is taken as diagonal: a full one
-    was no better, and costs K x K.
+def running_moments(k_btgk: Tensor, origin: Tensor, sums: Tensor, fade: int):
+    """What (23) of interventions.py needs of the keys up to k_t, for every t: count (B,T,G), mean, variance
+    (B,T,G,K); and the sums at the end. Sigma is diagonal: a full one was no better, and costs K x K.
 
-    sums (B,1,G,2K): of k - origin and of its square so far; origin (B,1,G,K). HAZARD: moments are taken
-    around one key, as Qwen's have biases of 100 and more: E[k^2] - mu^2 would lose every digit of a variance
-    of 1.
-    """
+    A key counts half after `fade` further ones (0: never): what is learned of the mass of a thousand tokens
+    then holds for any number. sums (B,1,G,2K+1): of k - origin, its square, 1. HAZARD: moments are around one
+    key, origin (B,1,G,K), as Qwen's have biases of 100: E[k^2] - mu^2 would lose a variance of 1."""
     shifted = k_btgk.to(origin.dtype) - origin
-    sums = sums + torch.cat([shifted, shifted.square()], -1).cumsum(1)
-    n = count + torch.arange(1, k_btgk.shape[1] + 1, device=origin.device, dtype=origin.dtype)[None]
-    mean, square = (sums / n[..., None, None]).chunk(2, -1)
-    return {"count": n, "mean": origin + mean, "variance": square - mean.square()}, sums[:, -1:]
+    one, kept = torch.ones_like(shifted[..., :1]), 0.5 ** (1 / fade) if fade else 1.0
+    x = torch.cat([shifted, shifted.square(), one], -1)
+    if x.shape[1] == 1:
+        sums = kept * sums + x
+    else:  # the recurrence (1) with one key channel, which is 1
+        sums = chunked(one, one, x, one[..., 0] * math.log(kept), state=sums.transpose(1, 2))[0]
+    mean, square = (sums[..., :-1] / sums[..., -1:]).chunk(2, -1)
+    return {"count": sums[..., -1], "mean": origin + mean, "variance": square - mean.square()}, sums[:, -1:]
 
 # ---------------------------------------------------------------------------- six update rules
 

@@ -35,6 +35,18 @@ def team() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def mean_over_processes(loss: float, params: list[torch.nn.Parameter]) -> float:
+    """Gradients, in place, and the loss, as the mean over the processes of torchrun; alone: as they are. It
+    is right because every loss is itself a mean over sequences (not a quotient of sums over them)."""
+    if (processes := team()[1]) == 1:
+        return loss
+    mean = params[0].new_tensor(loss)
+    for x in (mean, *(p.grad for p in params if p.grad is not None)):
+        dist.all_reduce(x)
+        x /= processes
+    return mean.item()
+
+
 def digest(tensors: dict[str, Tensor], about: str = "") -> str:
     """SHA-256 over names, dtypes, shapes and every bit: a flipped one is found. Of a tensor that torchrun
     spreads over processes this process's part counts; what accelerate keeps on disk cannot change."""

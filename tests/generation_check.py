@@ -7,6 +7,7 @@ Greedy decoding, linearized and teacher, in one run. Per thousand new tokens: me
 between tokens (states, or the teacher's cache), peak resident memory. Linearized first: it must not grow.
 Splits: the largest difference of any logit between one pass over 1,100 tokens and the same tokens in pieces
 (n tokens, then four one by one, then the rest).
+`--state-bits`: KL to the teacher on the same text read token by token, its state kept in 32 and in 16 bits.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import shlex
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 
 import distill  # noqa: E402
 import eval  # noqa: E402
@@ -77,6 +80,27 @@ def splits(model, ids: torch.Tensor, at: tuple[int, ...]) -> dict[int, float]:
     return result
 
 
+@torch.no_grad()
+def in_bits(model, text: torch.Tensor, length: int, sequences: int) -> dict[str, list[float]]:
+    """KL(teacher || row), nats a token, of every sequence: in one pass, and token by token after the first
+    64, the state rounded at every step to `state_bits`."""
+    config, result = model.linearize_config, {}
+    for ids in text[:, : length * sequences].view(sequences, 1, length):
+        with distill.as_teacher(model):
+            teacher = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        for name in ("one pass", 32, 16):
+            distill.set_budgets(model, config if name == "one pass" else replace(config, state_bits=name))
+            cache = distill.hf.DynamicCache()
+            pieces = [length] if name == "one pass" else [64] + [1] * (length - 64)
+            parts = [model(input_ids=x, cache=cache, use_cache=True).logits[0] for x in ids.split(pieces, 1)]
+            row = torch.cat(parts)[:-1].float().log_softmax(-1)
+            kl = F.kl_div(row, teacher, log_target=True, reduction="sum").item() / len(row)
+            result.setdefault(str(name), []).append(kl)
+            print(f"{name}: KL {kl:.5f}", flush=True)
+    distill.set_budgets(model, config)
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="")
@@ -85,22 +109,28 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=8192)
     parser.add_argument("--every", type=int, default=1024)
     parser.add_argument("--splits", action="store_true")
+    parser.add_argument("--state-bits", action="store_true")
+    parser.add_argument("--text", default="", help="for --state-bits: a file [Python's help]")
+    parser.add_argument("--length", type=int, default=1024, help="for --state-bits: tokens a sequence")
+    parser.add_argument("--sequences", type=int, default=2, help="for --state-bits")
     parser.add_argument("--json", required=True)
     args = parser.parse_args()
     model, tokenizer = distill.load_teacher(args.model)
     distill.load_linearized(model, args.adapter)
-    prompt = eval.tokenized(tokenizer, eval.read_texts("")[0])[None]
+    prompt = eval.tokenized(tokenizer, eval.read_texts(args.text)[0])[None]
     result = dict(command="python tests/generation_check.py " + shlex.join(sys.argv[1:]))
     result |= dict(date=time.strftime("%Y-%m-%d"), machine=f"{os.cpu_count()} cores, {platform.machine()}")
     result |= dict(model=args.model or "embedded", every=args.every, threads=torch.get_num_threads())
     result["linearize"] = distill.dataclasses.asdict(model.linearize_config)
-    if args.splits:
+    if args.state_bits:
+        result["kl"] = in_bits(model, prompt, args.length, args.sequences)
+    elif args.splits:
         result["splits"] = splits(model, prompt[:, :1100], (1, 15, 16, 17, 63, 64, 65, 100, 1000))
     else:
         result["linear"] = decode(model, prompt[:, : args.prompt_tokens], args.new_tokens, args.every)
         with distill.as_teacher(model):
             result["teacher"] = decode(model, prompt[:, : args.prompt_tokens], args.new_tokens, args.every)
-    for name in () if args.splits else ("linear", "teacher"):
+    for name in () if args.splits or args.state_bits else ("linear", "teacher"):
         first, last = result[name][0], result[name][-1]
         changes = {key: last[key] / first[key] - 1 for key in ("ms", "state_bytes", "resident")}
         result[f"{name}_change"] = changes

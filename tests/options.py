@@ -17,7 +17,8 @@ from distill import TrainConfig
 from interventions import LinearizeConfig
 from linear_attn import lookup
 
-EXACT_PART = ("router", "sinks", "window", "budget", "budgets", "block", "half_life", "chunk", "impl")
+EXACT_PART = ("router", "sinks", "window", "budget", "budgets", "block", "half_life", "fade", "chunk", "impl",
+              "state_bits")  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser, config: type) -> None:

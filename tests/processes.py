@@ -1,7 +1,7 @@
 """`torchrun --nproc_per_node N distill.py ...`: one process a device, each with its part of every batch.
 
 The frozen layers are spread (PyTorch's FSDP2): a process keeps 1/N of each and gathers a layer when it runs.
-The new parameters are whole on every process; distill.mean_over_processes averages their gradients. Embedding
+The new parameters are whole on every process; files.mean_over_processes averages their gradients. Embedding
 and output projection stay whole as well.
 """
 

@@ -134,7 +134,7 @@ def test_state_is_constant_in_length_and_the_teachers_cache_is_not():
     assert a["linear"] == b["linear"] and a["off"] == b["off"] and b["teacher"] == 100 * a["teacher"]
     # per layer: 8 pairs of 2 kv heads x 8 in float32
     assert a["off"] == 2 * (8 * 2 * 2 * 8 * 4)
-    state, moments = 4 * 8 * 8, 3 * 2 * 8  # 4 query heads; an origin and two sums of 2 kv heads
+    state, moments = 4 * 8 * 8, 2 * (3 * 8 + 1)  # 4 query heads; of 2 kv heads an origin, two sums, a count
     waiting, tails = 8 * (16 + 4 + 2 * 8 + 2 * 8), 2 * (4 * 8 + 2 * 8 + 2 * 8)  # gates' code, convolved k, v
     assert a["linear"] - a["off"] == 2 * 4 * (state + moments + waiting + tails)
 

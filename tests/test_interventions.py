@@ -158,10 +158,10 @@ def test_a_layer_with_its_memory_off_is_its_exact_part():
     assert torch.equal(make_layer(merge="off", sinks=3, window=6)(q, k, v, hidden), want)
 
 
-def moments_of(k):
+def moments_of(k, fade=0):
     """Moments of k_1..k_t for every t of one whole sequence."""
     origin = k[:, :1]
-    return running_moments(k, 0, origin, torch.zeros(*origin.shape[:3], 2 * k.shape[-1], dtype=k.dtype))[0]
+    return running_moments(k, origin, origin.new_zeros(*origin.shape[:3], 2 * k.shape[-1] + 1), fade)[0]
 
 
 def test_running_moments_are_count_mean_and_variances_of_the_keys_so_far():
@@ -169,9 +169,21 @@ def test_running_moments_are_count_mean_and_variances_of_the_keys_so_far():
     moments = moments_of(k)
     for t in (0, 1, 32):
         seen = k[:, : t + 1]
-        assert moments["count"][0, t] == t + 1
+        assert torch.allclose(moments["count"][:, t], torch.tensor(t + 1.0, dtype=F64))
         assert torch.allclose(moments["mean"][:, t], seen.mean(1))
         assert torch.allclose(moments["variance"][:, t], seen.var(1, unbiased=False), atol=1e-10)
+
+
+def test_moments_that_fade_are_weighted_by_halves():
+    _, k, _, _ = qkv(33)
+    moments = moments_of(k, fade=5)
+    for t in (0, 1, 32):
+        weight = 0.5 ** ((t - torch.arange(t + 1, dtype=F64)) / 5)[:, None, None]
+        mean = (weight * k[:, : t + 1]).sum(1) / weight.sum()
+        variance = (weight * (k[:, : t + 1] - mean[:, None]).square()).sum(1) / weight.sum()
+        assert torch.allclose(moments["count"][:, t], weight.sum())
+        assert torch.allclose(moments["mean"][:, t], mean)
+        assert torch.allclose(moments["variance"][:, t], variance, atol=1e-10)
 
 
 def test_moments_survive_keys_with_a_large_bias_in_float32():
@@ -256,9 +268,15 @@ def slow_routed(layer, q, k, v, hidden, scale):
                 if memory and evicted:
                     m = h * M // q.shape[2]
                     read = layer.rule.read(q_in[0, t, h] @ state(m))
-                    keys, count = k[0, evicted, head], len(evicted)
-                    moments = dict(count=torch.full((1, 1), float(count), dtype=q.dtype))
-                    for name, of in (("mean", keys.mean(0)), ("variance", keys.var(0, unbiased=False))):
+                    keys = k[0, evicted, head]
+                    weight = torch.ones(len(evicted), 1, dtype=q.dtype)
+                    if c.fade:
+                        weight = 0.5 ** (torch.arange(len(evicted)).flip(0)[:, None].to(q) / c.fade)
+                    count = weight.sum()
+                    moments = dict(count=torch.ones(1, 1, G, dtype=q.dtype) * count)
+                    mean = (weight * keys).sum(0) / count
+                    variance = (weight * (keys - mean).square()).sum(0) / count
+                    for name, of in (("mean", mean), ("variance", variance)):
                         moments[name] = torch.zeros(1, 1, *k.shape[2:], dtype=q.dtype)
                         moments[name][0, 0, head] = of
                     if layer.rule.sums and layer.merge.uses_moments:
@@ -279,7 +297,7 @@ ROUTED = dict(sinks=2, window=8, block=4, budget=5, half_life=4)
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize(
-    "more", [{}, dict(memory_per="query", conv=3), dict(budget=0), dict(merge="sum", sinks=0)]
+    "more", [{}, dict(memory_per="query", conv=3, fade=6), dict(budget=0), dict(merge="sum", sinks=0)]
 )
 def test_routing_in_blocks_equals_routing_token_by_token(router, more):
     layer = make_layer(**(ROUTED | dict(router=router) | more))
@@ -427,6 +445,21 @@ def test_one_token_at_a_time_equals_one_pass_and_the_state_stops_growing(router,
     assert len(set(sizes[layer.config.exact_pairs :])) == 1  # one comes, one goes
 
 
+@pytest.mark.parametrize("router", ["recency", "mix"])
+def test_a_state_in_16_bits_takes_half_the_bytes_and_stays_near(router):
+    x = qkv(60, dtype=torch.float32)
+    layer = make_layer(router=router, dtype=torch.float32, **ROUTED)
+    half = layer.variant(state_bits=16)
+    want, whole = in_pieces(layer, x, range(60))
+    got, state = in_pieces(half, x, range(60))
+    assert state.rest["S"].dtype == torch.float16
+    assert whole.nbytes() - state.nbytes() == whole.rest["S"].nbytes // 2
+    if router == "recency":  # a rounding may turn a router's choice
+        # float16 rounds at 2^-11 of a number, once a step; a write of about a tenth fades what came before
+        assert 0 < (got - want).norm() / want.norm() < 10 * 2**-11
+    assert torch.isfinite(got).all()
+
+
 def test_rows_of_a_batch_can_be_taken_apart_and_joined():
     layer = make_layer(router="mix", **ROUTED)
     x = qkv(50)
@@ -538,6 +571,8 @@ def test_key_and_value_dimensions_may_differ_and_heads_may_not_be_grouped():
         (dict(router="mas"), "unknown router 'mas'; choose from: error, mass, mix, passage, random, recency"),
         (dict(router="mass", window=30, block=32), "window must be at least the block of 32, got 30"),
         (dict(router="error", merge="off"), "router error asks the memory"),
+        (dict(rule="gla", state_bits=16), "state_bits 16 wants a delta rule, got gla"),
+        (dict(state_bits=8), "unknown state_bits 8"),
         (dict(sinks=-1), "sinks must be at least 0, got -1"),
         (dict(conv=100), "conv must be at least 0 and at most 64, got 100"),
         (dict(chunk=48), "unknown chunk"),
