@@ -176,6 +176,34 @@ def bytes() -> str:
     return "\n".join(lines)
 
 
+def long() -> str:
+    """The memory beyond the length it was trained at, against its bytes in further pairs."""
+    lines = ["| model | T | fade | random positions in training | KL | pairs instead | memory saves KL |"]
+    lines.append("|---" * 7 + "|")
+    shown = {}  # further pairs know nothing of fading: one run of them does for all
+    for model, run in runs("long_*"):
+        shown.setdefault(model, {}).update({n.split("@")[0]: x for n, x in run["ppl"]["rows"].items()})
+        kl, pairs = (evaluation.mean_and_error(shown[model][name]["kl"])[0] for name in ("linear", "bytes"))
+        saved, error = evaluation.paired(shown[model], "kl", "linear", "bytes")
+        fade = f"{run['linearize'].get('fade') or '–'}" + (", when read" if "--fade" in run["command"] else "")
+        offsets = f"up to {run['train']['offsets']:,}" if run["train"].get("offsets") else "–"
+        figures = f"{kl:.3f} | {pairs:.3f} | {saved:+.3f} ± {error:.3f}"
+        lines.append(f"| {model} | {run['ppl']['seq_len']:,} | {fade} | {offsets} | {figures} |")
+    return "\n".join(lines)
+
+
+def half() -> str:
+    """In 16 bits: the memory's state in 32 and in 16, each against its bytes in further pairs."""
+    lines = ["| T | the state in | pairs instead | memory saves nll | KL |", "|---|---|---|---|---|"]
+    for run in sorted((run["ppl"] for _, run in runs("half_*")), key=lambda run: run["seq_len"]):
+        rows, own = run["rows"], run["pairs"]["linear"]
+        for bits, name in ((32, "bytes@96"), (16, "bytes")):
+            saved = (evaluation.paired(rows, m, "linear", name) for m in ("nll", "kl"))
+            text = " | ".join(f"{x:+.3f} ± {e:.3f}" for x, e in saved)
+            lines.append(f"| {run['seq_len']:,} | {bits} bits | {own} + {run['pairs'][name] - own} | {text} |")
+    return "\n".join(lines)
+
+
 def routers() -> str:
     """The same memory and pairs, chosen by each router. The run with `mix` is that of --block 32."""
     lines = ["| router | perplexity | KL to teacher | more KL than mix |", "|---|---|---|---|"]
@@ -420,6 +448,8 @@ TABLES = (
     routing,
     against,
     bytes,
+    long,
+    half,
     routers,
     layers,
     retrieval,
