@@ -384,7 +384,8 @@ def speed() -> str:
             teacher = rows["teacher"]
             for name, row in rows.items():
                 if name != "teacher":
-                    name += f" ({config_of(run, name).router})"
+                    c = config_of(run, name)
+                    name += f" ({c.router}{', block 64' if c.block == 64 and name == 'linear' else ''})"
                 ratio = {key: row[key] / teacher[key] for key in ("prefill", "decode", "bytes")}
                 prefill = f"{1e3 * row['prefill'] / int(length):.2f} | {ratio['prefill']:.2f}"
                 decode = f"{1e3 * row['decode']:.0f} | {ratio['decode']:.2f}"
