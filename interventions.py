@@ -172,7 +172,7 @@ class LseMerge(nn.Module):
 
     Exact for any split of the tokens into E and M:
         (22)  softmax_all = m softmax_E + (1 - m) softmax_M,      m = sigmoid(lse_E - lse_M)
-    The memory's read stands for softmax_M. Its log-mass is that of n keys (older ones count less, `fade`) with
+    The memory's read stands for softmax_M. Its log-mass is that of n keys (old ones count less: `fade`) with
     mean mu and covariance Sigma; for Gaussian keys log sum exp(q.k/sqrt d) is the cumulant series log n +
     q.mu/sqrt d + q^T Sigma q/(2d) + ...:
         (23) lse_M(q) ~ log n + a1 q.mu/sqrt d + a2 q^T Sigma q/(2d) + u.q/sqrt d + c

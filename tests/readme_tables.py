@@ -183,9 +183,11 @@ def long() -> str:
     shown = {}  # further pairs know nothing of fading: one run of them does for all
     for model, run in runs("long_*"):
         shown.setdefault(model, {}).update({n.split("@")[0]: x for n, x in run["ppl"]["rows"].items()})
-        kl, pairs = (evaluation.mean_and_error(shown[model][name]["kl"])[0] for name in ("linear", "bytes"))
-        saved, error = evaluation.paired(shown[model], "kl", "linear", "bytes")
-        fade = f"{run['linearize'].get('fade') or '–'}" + (", when read" if "--fade" in run["command"] else "")
+        both = ("linear", "bytes")
+        kl, pairs = (evaluation.mean_and_error(shown[model][name]["kl"])[0] for name in both)
+        saved, error = evaluation.paired(shown[model], "kl", *both)
+        fade = f"{run['linearize'].get('fade') or '–'}"
+        fade += ", when read" if "--fade" in run["command"] else ""
         offsets = f"up to {run['train']['offsets']:,}" if run["train"].get("offsets") else "–"
         figures = f"{kl:.3f} | {pairs:.3f} | {saved:+.3f} ± {error:.3f}"
         lines.append(f"| {model} | {run['ppl']['seq_len']:,} | {fade} | {offsets} | {figures} |")
@@ -200,7 +202,8 @@ def half() -> str:
         for bits, name in ((32, "bytes@96"), (16, "bytes")):
             saved = (evaluation.paired(rows, m, "linear", name) for m in ("nll", "kl"))
             text = " | ".join(f"{x:+.3f} ± {e:.3f}" for x, e in saved)
-            lines.append(f"| {run['seq_len']:,} | {bits} bits | {own} + {run['pairs'][name] - own} | {text} |")
+            more = run["pairs"][name] - own
+            lines.append(f"| {run['seq_len']:,} | {bits} bits | {own} + {more} | {text} |")
     return "\n".join(lines)
 
 
