@@ -96,9 +96,9 @@ class TrainConfig:
             raise ValueError("lora and recompute want --loss ce or kl")  # through one layer at a time anyway
 
 
-# Where options start. "best" is what measured best here (README); "paper" is what the paper says it did.
+# Where options start, else their defaults: "best" measured best here (README), "paper" is what the paper did.
 PRESETS = {
-    "best": dict(router="mix", window=64, budget=64, fade=256, allocate=4),  # else defaults
+    "best": dict(router="mix", window=64, budget=64, fade=256, allocate=4),
     # arXiv 2607.07706 to the letter; its length is --steps 2500 --seq-len 4096.
     "paper": dict(rule="kda", merge="sum", sinks=8, window=56, conv=8, conv_init="default", features="l2",
                   memory_per="query", rank=16, beta_bias=-1.0, decay_bias=1.0, loss="ce", lr=2e-3,

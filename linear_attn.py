@@ -305,7 +305,8 @@ def running_moments(k_btgk: Tensor, origin: Tensor, sums: Tensor, fade: int):
     if x.shape[1] == 1:
         sums = kept * sums + x
     else:  # the recurrence (1) with one key channel, which is 1
-        sums = chunked(one, one, x, one[..., 0] * math.log(kept), state=sums.transpose(1, 2))[0]
+        decay = one[..., 0] * math.log(kept) if fade else None
+        sums = chunked(one, one, x, decay, state=sums.transpose(1, 2))[0]
     mean, square = (sums[..., :-1] / sums[..., -1:]).chunk(2, -1)
     return {"count": sums[..., -1], "mean": origin + mean, "variance": square - mean.square()}, sums[:, -1:]
 

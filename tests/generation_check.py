@@ -68,14 +68,19 @@ def decode(model, prompt: torch.Tensor, new: int, every: int) -> list[dict]:
     return parts
 
 
+def in_pieces(model, ids: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """The logits of all tokens, read in pieces of these sizes with one cache."""
+    cache = distill.hf.DynamicCache()
+    pieces = ids.split(sizes, 1)
+    return torch.cat([model(input_ids=x, cache=cache, use_cache=True).logits for x in pieces], 1)
+
+
 @torch.no_grad()
 def splits(model, ids: torch.Tensor, at: tuple[int, ...]) -> dict[int, float]:
     whole, result = model(input_ids=ids, use_cache=False).logits, {}
     for n in at:
-        cache, outputs = distill.hf.DynamicCache(), []
-        for piece in ids.split([n, 1, 1, 1, 1, ids.shape[1] - n - 4], 1):
-            outputs.append(model(input_ids=piece, cache=cache, use_cache=True).logits)
-        result[n] = (torch.cat(outputs, 1) - whole).abs().max().item()
+        pieces = in_pieces(model, ids, [n, 1, 1, 1, 1, ids.shape[1] - n - 4])
+        result[n] = (pieces - whole).abs().max().item()
         print(f"split at {n:5d}: largest difference of a logit {result[n]:.1e}", flush=True)
     return result
 
@@ -88,14 +93,12 @@ def in_bits(model, text: torch.Tensor, length: int, sequences: int) -> dict[str,
     for ids in text[:, : length * sequences].view(sequences, 1, length):
         with distill.as_teacher(model):
             teacher = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        for name in ("one pass", 32, 16):
-            distill.set_budgets(model, config if name == "one pass" else replace(config, state_bits=name))
-            cache = distill.hf.DynamicCache()
-            pieces = [length] if name == "one pass" else [64] + [1] * (length - 64)
-            parts = [model(input_ids=x, cache=cache, use_cache=True).logits[0] for x in ids.split(pieces, 1)]
-            row = torch.cat(parts)[:-1].float().log_softmax(-1)
+        one_by_one = [64] + [1] * (length - 64)
+        for name, bits, sizes in (("one pass", 32, [length]), ("32", 32, one_by_one), ("16", 16, one_by_one)):
+            distill.set_budgets(model, replace(config, state_bits=bits))
+            row = in_pieces(model, ids, sizes)[0, :-1].float().log_softmax(-1)
             kl = F.kl_div(row, teacher, log_target=True, reduction="sum").item() / len(row)
-            result.setdefault(str(name), []).append(kl)
+            result.setdefault(name, []).append(kl)
             print(f"{name}: KL {kl:.5f}", flush=True)
     distill.set_budgets(model, config)
     return result

@@ -388,7 +388,8 @@ def speed() -> str:
             for name, row in rows.items():
                 if name != "teacher":
                     c = config_of(run, name)
-                    name += f" ({c.router}{', block 64' if c.block == 64 and name == 'linear' else ''})"
+                    other = c.router != "recency" and c.block != evaluation.LinearizeConfig.block
+                    name += f" ({c.router}, block {c.block})" if other else f" ({c.router})"
                 ratio = {key: row[key] / teacher[key] for key in ("prefill", "decode", "bytes")}
                 prefill = f"{1e3 * row['prefill'] / int(length):.2f} | {ratio['prefill']:.2f}"
                 decode = f"{1e3 * row['decode']:.0f} | {ratio['decode']:.2f}"
